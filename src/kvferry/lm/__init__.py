@@ -1,0 +1,1 @@
+"""Language models as kvferry sees them: geometry, position-free KV, prefill and decode."""

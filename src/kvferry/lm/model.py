@@ -1,0 +1,283 @@
+"""A frozen causal language model with the few operations that a cache hand-off needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kvferry.errors import InputError
+from kvferry.lm import cache as kv_cache
+from kvferry.lm.content import ContentKV
+from kvferry.lm.geometry import KVGeometry
+from kvferry.lm.rope import RotaryTables, apply_rope, strip_rope
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """What reading a prompt leaves behind.
+
+    Args:
+        cache: the model's cache, as transformers keeps it.
+        ids, mask: the tokens read and which of them are real (left padding).
+        logits: of the last token of each row.
+    """
+
+    cache: Any
+    ids: Int[Tensor, "batch tokens"]
+    mask: Bool[Tensor, "batch tokens"]
+    logits: Float[Tensor, "batch vocab"]
+
+    @property
+    def positions(self) -> Int[Tensor, "batch tokens"]:
+        """Rope position of each token."""
+        return positions_of(self.mask)
+
+
+def positions_of(mask: Bool[Tensor, "batch tokens"]) -> Int[Tensor, "batch tokens"]:
+    """Positions count the real tokens of each row from zero; padding gets zero."""
+    return (mask.long().cumsum(dim=1) - 1).clamp(min=0)
+
+
+class LanguageModel:
+    """Tokenizer, frozen weights and geometry; prefill, score and decode.
+
+    Args:
+        model: a transformers causal language model in evaluation mode.
+        tokenizer: its fast tokenizer.
+        name: how tables call it.
+        revision: what identifies its weights (a commit or a digest).
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, name: str, revision: str) -> None:
+        kv_cache.check_transformers()
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.name = name
+        self.revision = revision
+        self.geometry = KVGeometry.from_config(model.config)
+        self.rotary = RotaryTables(self.base.rotary_emb, self.geometry)
+
+    @property
+    def base(self) -> Any:
+        """The decoder without the language-model head."""
+        return self.model.get_decoder()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights lie."""
+        device: torch.device = next(iter(self.model.parameters())).device
+        return device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the weights and of the cache."""
+        dtype: torch.dtype = next(iter(self.model.parameters())).dtype
+        return dtype
+
+    @cached_property
+    def sink_ids(self) -> list[int]:
+        """The input-independent prefix that holds the attention sink: one special token."""
+        candidates = (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
+        adds_bos = bool(self.tokenizer.encode("a", add_special_tokens=True)[:1] == candidates[:1])
+        if not adds_bos and "<|endoftext|>" in self.tokenizer.get_vocab():
+            return [int(self.tokenizer.convert_tokens_to_ids("<|endoftext|>"))]
+        return [next(int(c) for c in (*candidates, 0) if c is not None)]
+
+    @cached_property
+    def stop_ids(self) -> frozenset[int]:
+        """Tokens that end a generation."""
+        named = self.model.config.get_text_config(decoder=True).eos_token_id
+        listed = named if isinstance(named, list) else [named]
+        own = [self.tokenizer.eos_token_id, *listed, *self.sink_ids]
+        return frozenset(int(token) for token in own if token is not None)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of ``text`` without special tokens."""
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """Text of ``ids`` without special tokens."""
+        text: str = self.tokenizer.decode(
+            list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def batch(
+        self, rows: Sequence[Sequence[int]]
+    ) -> tuple[Int[Tensor, "batch tokens"], Bool[Tensor, "batch tokens"]]:
+        """Left-padded ids and their mask.
+
+        Raises:
+            InputError: a row is empty or longer than the model's context.
+        """
+        longest = max((len(row) for row in rows), default=0)
+        if not rows or any(len(row) == 0 for row in rows):
+            raise InputError("There are no tokens to read.", fix="pass at least one token a row")
+        self.require_room(longest)
+        pad = self.sink_ids[0]
+        ids = torch.tensor([[pad] * (longest - len(row)) + list(row) for row in rows])
+        mask = torch.tensor([[False] * (longest - len(row)) + [True] * len(row) for row in rows])
+        return ids.to(self.device), mask.to(self.device)
+
+    def require_room(self, tokens: int) -> None:
+        """Refuse more tokens than the model has positions for.
+
+        Raises:
+            InputError: says both numbers.
+        """
+        if tokens > self.geometry.max_positions:
+            raise InputError(
+                f"The text is longer than the context of {self.name}.",
+                found=f"{tokens} tokens",
+                expected=f"at most {self.geometry.max_positions}",
+                fix="shorten the document or choose a model with a longer context",
+            )
+
+    @torch.inference_mode()
+    def prefill(
+        self,
+        ids: Int[Tensor, "batch tokens"],
+        mask: Bool[Tensor, "batch tokens"] | None = None,
+        full_length: bool = True,
+    ) -> Prefill:
+        """Read ``ids``; ``full_length`` keeps all tokens in sliding-window layers too."""
+        mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
+        cache = (
+            kv_cache.full_length_cache()
+            if full_length
+            else kv_cache.build_empty_cache(self.model.config)
+        )
+        logits = kv_cache.forward_with_cache(
+            self.model, ids, cache, _needed(mask), positions_of(mask), keep_logits=1
+        )
+        return Prefill(cache=cache, ids=ids, mask=mask, logits=logits[:, -1])
+
+    def content(
+        self, prefill: Prefill, layers: Sequence[int] | None = None, start: int = 0
+    ) -> ContentKV:
+        """Position-free KV of ``layers`` (default all) from token ``start`` on.
+
+        Raises:
+            ArtefactError: the cache has lost tokens of its sliding-window layers.
+        """
+        kv_cache.require_full_length(prefill.cache)
+        tables = self.rotary.at(prefill.positions)
+        raw = kv_cache.read_cache(prefill.cache)
+        chosen = range(len(raw)) if layers is None else layers
+        keys, values = {}, {}
+        for layer in chosen:
+            cos, sin = (table[:, start:] for table in tables[layer])
+            keys[layer] = strip_rope(raw[layer][0][:, :, start:], cos, sin)
+            values[layer] = raw[layer][1][:, :, start:]
+        return ContentKV(
+            keys=keys,
+            values=values,
+            positions=prefill.positions[:, start:],
+            mask=prefill.mask[:, start:],
+        )
+
+    def cache_from(self, content: ContentKV) -> Any:
+        """A cache to decode from: keys rotated to their positions, windows cut.
+
+        Layers may hold only their last tokens (windowed layers need no more).
+        """
+        tables = self.rotary.at(content.positions)
+        layers = []
+        for layer in range(len(self.geometry.layers)):
+            keys, values = content.keys[layer], content.values[layer]
+            cos, sin = (table[:, -keys.shape[2] :] for table in tables[layer])
+            rotated = apply_rope(keys, cos, sin).to(self.dtype)
+            layers.append((rotated, values.to(self.dtype)))
+        return kv_cache.build_cache(self.model.config, layers, content.tokens)
+
+    @torch.inference_mode()
+    def anchors(
+        self, ids: Int[Tensor, "batch tokens"]
+    ) -> tuple[Float[Tensor, "batch heads tokens dim"], Float[Tensor, "batch heads tokens dim"]]:
+        """Position-free keys and values of layer 0: a function of each token alone."""
+        unique, place = torch.unique(ids, return_inverse=True)
+        zero = torch.zeros(1, unique.numel(), dtype=torch.long, device=ids.device)
+        ((keys, values),) = kv_cache.first_layers_kv(self.base, unique[None], None, zero, 1)
+        cos, sin = self.rotary.at(zero)[0]
+        keys = strip_rope(keys, cos, sin)
+        return _look_up(keys, place), _look_up(values, place)
+
+    @torch.inference_mode()
+    def native_prefix(
+        self,
+        ids: Int[Tensor, "batch tokens"],
+        mask: Bool[Tensor, "batch tokens"],
+        count: int,
+    ) -> ContentKV:
+        """Exact position-free KV of the first ``count`` layers, running ``count - 1`` of them."""
+        positions = positions_of(mask)
+        raw = kv_cache.first_layers_kv(self.base, ids, _needed(mask), positions, count)
+        tables = self.rotary.at(positions)
+        return ContentKV(
+            keys={i: strip_rope(k, *tables[i]) for i, (k, _) in enumerate(raw)},
+            values={i: v for i, (_, v) in enumerate(raw)},
+            positions=positions,
+            mask=mask,
+        )
+
+    @torch.inference_mode()
+    def extend(
+        self,
+        cache: Any,
+        ids: Int[Tensor, "batch tokens"],
+        past_mask: Bool[Tensor, "batch past"],
+        keep_logits: int = 0,
+    ) -> Float[Tensor, "batch kept vocab"]:
+        """Run ``ids`` on top of ``cache`` (grown in place); logits of the last ``keep_logits``.
+
+        ``past_mask`` covers every token that the cache stands for, also those that a windowed
+        layer has dropped.
+        """
+        mask = torch.cat((past_mask, torch.ones_like(ids, dtype=torch.bool)), dim=1)
+        positions = positions_of(mask)[:, past_mask.shape[1] :]
+        return kv_cache.forward_with_cache(
+            self.model, ids, cache, _needed(mask), positions, keep_logits
+        )
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        cache: Any,
+        prompt_ids: Sequence[int],
+        past_mask: Bool[Tensor, "batch past"],
+        max_new_tokens: int,
+    ) -> Iterator[int]:
+        """Greedy decoding of one row from ``cache``; yields token ids as they come.
+
+        Raises:
+            InputError: the prompt is empty (its last token is what makes logits exist).
+        """
+        if not prompt_ids:
+            raise InputError("The suffix is empty.", fix="give at least one token to go on from")
+        mask = past_mask
+        step = torch.tensor([list(prompt_ids)], device=self.device)
+        for _ in range(max_new_tokens):
+            logits = self.extend(cache, step, mask, keep_logits=1)
+            mask = torch.cat((mask, torch.ones_like(step, dtype=torch.bool)), dim=1)
+            token = int(logits[0, -1].argmax())
+            if token in self.stop_ids:
+                return
+            yield token
+            step = torch.tensor([[token]], device=self.device)
+
+
+def _needed(mask: Tensor) -> Tensor | None:
+    """None where nothing is masked: the model then takes its fastest attention path."""
+    return None if bool(mask.all()) else mask.long()
+
+
+def _look_up(table: Tensor, place: Tensor) -> Tensor:
+    """``[1, heads, unique, dim]`` at ``[batch, tokens]`` -> ``[batch, heads, tokens, dim]``."""
+    return table[0][:, place].transpose(0, 1)
