@@ -1,0 +1,1 @@
+"""The application: configuration, runs, loggers, command line. Nothing below imports it."""

@@ -1,0 +1,36 @@
+"""What a grid of runs came to: one table of verdicts, one of results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from kvferry.app.folder import ROWS, RunFolder
+from kvferry.app.schema import RunConfig
+from kvferry.results.rows import merge_rows, read_rows
+from kvferry.results.tables import print_tables
+
+
+def summarise(configs: Sequence[RunConfig], console: Console) -> int:
+    """Print one line a job and the comparison of all rows.
+
+    Returns:
+        Exit code: 0 when every job is done.
+    """
+    table = Table(title="Grid", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
+    for head in ("pair", "mapper", "seed", "verdict", "folder"):
+        table.add_column(head, overflow="fold")
+    folders = [RunFolder.of(cfg) for cfg in configs]
+    for cfg, folder in zip(configs, folders, strict=True):
+        table.add_row(
+            cfg.pair.name, cfg.mapper.name, str(cfg.seed), folder.status, str(folder.path)
+        )
+    console.print(table)
+    files = [folder.path / ROWS for folder in folders if folder.status == "done"]
+    rows = [row for file in files if file.exists() for row in read_rows(file)]
+    if rows:
+        print_tables(merge_rows([], rows), console)
+    return 0 if all(folder.status == "done" for folder in folders) else 1

@@ -1,0 +1,46 @@
+"""From a mapper's YAML to an instance of its class."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from typing import Any
+
+from kvferry.app.binding import Mistake, bind, did_you_mean
+from kvferry.app.schema import MapperConfig
+from kvferry.errors import ConfigurationError
+
+
+def build_mapper(config: MapperConfig) -> Any:
+    """The mapper that a configuration describes, not fitted yet.
+
+    Raises:
+        ConfigurationError: the class does not exist or its fields do not fit the settings.
+    """
+    mistakes: list[Mistake] = []
+    mapper = bind_mapper(config, mistakes)
+    if mistakes:
+        raise ConfigurationError(
+            f"The settings of mapper `{config.name}` are wrong:\n"
+            + "\n".join(f"  * {mistake}" for mistake in mistakes),
+            fix=f"Compare conf/mapper/{config.name}.yaml with the fields of {config.target}.",
+        )
+    return mapper
+
+
+def bind_mapper(config: MapperConfig, mistakes: list[Mistake]) -> Any:
+    """Like `build_mapper`, but collects mistakes; imports the class, and with it PyTorch."""
+    module_name, _, class_name = config.target.rpartition(".")
+    try:
+        module = importlib.import_module(module_name)
+    except (ImportError, ValueError) as error:
+        mistakes.append(Mistake("mapper._target_", f"{config.target} cannot be imported: {error}"))
+        return None
+    cls = getattr(module, class_name, None)
+    if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
+        hint = did_you_mean(class_name, [n for n in vars(module) if not n.startswith("_")])
+        mistakes.append(
+            Mistake("mapper._target_", f"{module_name} has no mapper class {class_name}.{hint}")
+        )
+        return None
+    return bind(cls, config.options, mistakes, where="mapper")
