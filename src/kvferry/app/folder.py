@@ -12,7 +12,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
 
 from kvferry.app.binding import Mistake, bind
 from kvferry.app.schema import STAGES, RunConfig, StageName, to_plain
@@ -62,7 +64,7 @@ class RunFolder:
         Raises:
             StorageError: the folder cannot be written or the disk is full.
         """
-        text = yaml.safe_dump(to_plain(cfg), sort_keys=False, allow_unicode=True)
+        text = OmegaConf.to_yaml(OmegaConf.create(to_plain(cfg)))
         write_atomically(self.path / CONFIG, text.encode())
         for name in ("DONE", "FAILED"):
             (self.path / name).unlink(missing_ok=True)
@@ -130,9 +132,9 @@ def load_config(folder: Path) -> RunConfig:
     mistakes: list[Mistake] = []
     cfg: RunConfig | None = None
     try:
-        values = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
-        cfg = bind(RunConfig, values, mistakes)
-    except (OSError, yaml.YAMLError, AttributeError) as error:
+        values = OmegaConf.to_container(OmegaConf.load(folder / CONFIG))
+        cfg = bind(RunConfig, values, mistakes)  # type: ignore[arg-type]
+    except (OSError, OmegaConfBaseException, YAMLError, AttributeError) as error:
         mistakes.append(Mistake("", str(error)))
     if cfg is None:
         raise ConfigurationError(
@@ -143,8 +145,20 @@ def load_config(folder: Path) -> RunConfig:
     return cfg
 
 
-def latest(outputs: Path) -> RunFolder | None:
-    """The run folder below ``outputs`` that was finished last, or None."""
-    done = [mark for mark in outputs.glob("*/DONE")]
-    newest = max(done, key=lambda mark: mark.stat().st_mtime, default=None)
-    return RunFolder(newest.parent) if newest else None
+def latest(
+    outputs: Path, *, pair: str | None = None, holding: str | None = None
+) -> RunFolder | None:
+    """The run folder below ``outputs`` that was finished last, or None.
+
+    Args:
+        outputs: folder of run folders.
+        pair: only runs of this pair.
+        holding: only runs that hold a file or folder of this name.
+    """
+    marks = sorted(outputs.glob("*/DONE"), key=lambda mark: mark.stat().st_mtime, reverse=True)
+    for folder in (RunFolder(mark.parent) for mark in marks):
+        if holding is not None and not (folder.path / holding).exists():
+            continue
+        if pair is None or load_config(folder.path).pair.name == pair:
+            return folder
+    return None

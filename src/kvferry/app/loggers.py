@@ -153,7 +153,7 @@ class TensorBoardLogger:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise _not_installed("TensorBoard", "tensorboard") from error
-        self._writer: Any = SummaryWriter(str(folder / config.folder))  # type: ignore[no-untyped-call]
+        self._writer: Any = SummaryWriter(str(folder / config.folder))
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """The settings as indented text."""

@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from kvferry.app import arguments
 from kvferry.app.arguments import Arguments
+from kvferry.app.binding import Mistake
 from kvferry.app.compose import (
     CONFIG_NAME,
     HYDRA_VERSION_BASE,
@@ -69,8 +70,9 @@ def execute(cfg: RunConfig) -> int:
 def job(composed: DictConfig) -> int:
     """One job of a grid, as Hydra's launchers call it, perhaps in another process."""
     values = OmegaConf.to_container(composed, resolve=True)
-    mistakes: list[arguments.Mistake] = []
-    cfg = from_values(values, mistakes) if isinstance(values, dict) else None  # type: ignore[arg-type]
+    mistakes: list[Mistake] = []
+    assert isinstance(values, dict)
+    cfg = from_values({str(key): value for key, value in values.items()}, mistakes)
     raise_if_any(mistakes)
     assert cfg is not None
     return execute(cfg)

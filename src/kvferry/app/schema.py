@@ -215,7 +215,7 @@ class RunConfig:
 
     def identity(self) -> dict[str, Any]:
         """The settings that change results, as plain containers: what the hash is taken of."""
-        values = to_plain(self)
+        values: dict[str, Any] = to_plain(self)
         for key in ("name", "stages", "force", "plan", "outputs", "cache", "logger"):
             del values[key]
         return values

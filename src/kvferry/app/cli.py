@@ -1,0 +1,102 @@
+"""The installed command line: `kvferry ask`, `kvferry doctor`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from kvferry import __version__
+from kvferry.errors import KVFerryError
+
+app = typer.Typer(
+    name="kvferry",
+    help="Hand one language model's KV cache to another, different model.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> None:
+    """Run a command; a mistake in the input is a message and exit code 1, not a traceback."""
+    try:
+        app()
+    except KVFerryError as error:
+        print(error, file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("\nInterrupted.", file=sys.stderr)
+        sys.exit(130)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Say which."),
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def ask(
+    question: Annotated[str, typer.Argument(help="What the target is asked.")],
+    document: Annotated[Path, typer.Option(help="UTF-8 text that the source model reads.")],
+    pair: Annotated[
+        str | None, typer.Option(help="A pair of conf/pair; default: the mapper's own.")
+    ] = None,
+    mapper: Annotated[
+        str, typer.Option(help="A fitted mapper folder, a run folder, or `latest`.")
+    ] = "latest",
+    native_tail: Annotated[
+        int, typer.Option(min=0, help="Last document tokens that the target reads itself.")
+    ] = 64,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of each answer.")] = 64,
+    outputs: Annotated[Path, typer.Option(help="Where `latest` looks for runs.")] = Path("outputs"),
+) -> None:
+    """Ask about a document: answered from the carried-over cache, and from a native prefill."""
+    from kvferry.app.asking import AskRequest
+    from kvferry.app.documents import check_question, read_document
+    from kvferry.app.screen import AskScreen
+
+    text, asked = read_document(document), check_question(question)
+    request = AskRequest.create(
+        document=text,
+        question=asked,
+        pair=pair,
+        mapper=mapper,
+        outputs=outputs,
+        native_tail=native_tail,
+        max_new_tokens=max_new_tokens,
+    )
+    title = f"{request.config.source.name} -> {request.config.target.name}   {asked}"
+    from kvferry.app.ask import ask as answer
+
+    with AskScreen(Console(), title).showing() as screen:
+        answer(request, screen)
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    cache: Annotated[Path | None, typer.Option(help="The cache folder to look into.")] = None,
+) -> None:
+    """Say what is installed, cached and missing, and what this machine can run."""
+    from kvferry.app import doctor as examination
+
+    report = examination.examine(cache)
+    if as_json:
+        print(examination.to_json(report))
+    else:
+        examination.show(report, Console())
