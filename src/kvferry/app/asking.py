@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvferry.app.compose import compose
@@ -51,11 +51,13 @@ class AskRequest:
             ArtefactError: there is no fitted mapper where one is named.
             ConfigurationError: no pair of this name.
         """
+        config = compose([f"pair={pair}"] if pair else [])
         folder, run = _find(mapper, outputs, pair)
-        if run is not None and pair is None:
-            config = load_config(run)
-        else:
-            config = compose([f"pair={pair}"] if pair else [])
+        if run is not None:
+            fitted = load_config(run)
+            # The run knows the size and the number formats that its mapper was fitted with. With
+            # another pair named, loading the mapper has to refuse it.
+            config = fitted if pair is None else replace(fitted, pair=config.pair)
         return cls(document, question, config, folder, native_tail, max_new_tokens)
 
 

