@@ -1,0 +1,86 @@
+"""Fetch a model from the hub into its cache; every refusal says what the model needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvferry.errors import ModelUnavailableError
+from kvferry.lm.sources import ModelSpec
+from kvferry.lm.store import storage_errors
+
+_WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
+_ELSEWHERE = "pair=smollm2_gemma3 runs here without the hub, and size=pico needs no weights at all."
+
+
+def hub_folder(spec: ModelSpec, *, check: Callable[[Path, str], Any]) -> tuple[Path, str]:
+    """Local snapshot of `spec.hub` and its commit.
+
+    The configuration is fetched first and handed to `check(folder, name)`, which refuses an
+    unsupported model before its weights are downloaded.
+
+    Raises:
+        ModelUnavailableError: gated, missing, or no network and nothing cached.
+        StorageError: the disk is full.
+    """
+    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    repository = str(spec.hub)
+    try:
+        with storage_errors(Path(HF_HUB_CACHE)):
+            config = hf_hub_download(repository, "config.json", revision=spec.revision)
+            check(Path(config).parent, spec.name)
+            folder = Path(
+                snapshot_download(repository, revision=spec.revision, allow_patterns=_WANTED)
+            )
+    except Exception as error:
+        refusal = _refusal(spec, error)
+        if refusal is None:
+            raise
+        raise refusal from error
+    return folder, folder.name
+
+
+def _refusal(spec: ModelSpec, error: Exception) -> ModelUnavailableError | None:
+    import httpx
+    from huggingface_hub import errors
+
+    page = f"https://huggingface.co/{spec.hub}"
+    gated = (
+        "is gated",
+        f"Accept its licence at {page} and run `hf auth login`, or set `folder`.",
+    )
+    silent = (
+        "is not cached here and the hub does not answer",
+        "Check the network and HF_HUB_OFFLINE, or set `folder` to a local copy.",
+    )
+    absent = (
+        "is not on the hub under this name and revision",
+        f"Check {page} (a private or gated model also needs `hf auth login`).",
+    )
+    malformed = ("has a malformed hub name", "Write it as owner/name.")
+    # From the special to the general: the first kind that fits is told.
+    kinds: list[tuple[type[Exception], tuple[str, str]]] = [
+        (errors.GatedRepoError, gated),
+        (errors.LocalEntryNotFoundError, silent),
+        (errors.OfflineModeIsEnabled, silent),
+        (errors.RepositoryNotFoundError, absent),
+        (errors.RevisionNotFoundError, absent),
+        (errors.EntryNotFoundError, absent),
+        (errors.HFValidationError, malformed),
+        (httpx.HTTPError, silent),
+        (ConnectionError, silent),
+    ]
+    for kind, (problem, fix) in kinds:
+        if isinstance(error, kind):
+            size = f"{spec.parameters / 1e9:,.2f} billion parameters"
+            return ModelUnavailableError(
+                f"The model {spec.name} ({spec.hub}) {problem}.",
+                found=str(error).strip().splitlines()[0],
+                expected=f"{size}, {2 * spec.parameters / 1e9:,.1f} GB in bfloat16; "
+                f"licence: {spec.licence}",
+                fix=f"{fix} {_ELSEWHERE}",
+            )
+    return None
