@@ -91,15 +91,14 @@ def group_mistakes(override: Override, choices: Sequence[object], conf: Path) ->
     """Unknown options of a group, each with the closest known name."""
     group = override.key_or_group
     known = sorted(file.stem for file in (conf / group).glob("*.yaml"))
-    return [
-        Mistake(
-            group,
-            f"there is no `{choice}`.{did_you_mean(str(choice), known)}"
-            f"\n      {group} is one of: {', '.join(known)}",
-        )
-        for choice in choices
-        if choice is not None and str(choice) not in known
-    ]
+    mistakes: list[Mistake] = []
+    for choice in choices:
+        if choice is None or str(choice) in known:
+            continue
+        hint = did_you_mean(str(choice), known)
+        every = "" if hint and len(known) > 12 else f"\n      one of: {', '.join(known)}"
+        mistakes.append(Mistake(group, f"there is no `{choice}`.{hint}{every}"))
+    return mistakes
 
 
 def forced(override: Override, conf: Path) -> str:
