@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
@@ -33,14 +33,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         Exit code: 0 done, 1 failed, 2 wrong settings, 130 interrupted.
     """
-    args = arguments.split(sys.argv[1:] if argv is None else argv)
+    return guarded(lambda: _main(arguments.split(sys.argv[1:] if argv is None else argv)))
+
+
+def guarded(action: Callable[[], int]) -> int:
+    """Turn what an action raises into a message and an exit code."""
     try:
-        if args.needs_no_check:
-            return _hand_to_hydra(args)
-        if args.multirun:
-            return _grid(args)
-        cfg = compose(args.overrides, deep=not args.only_shows)
-        return _hand_to_hydra(args) if args.only_shows else execute(cfg)
+        return action()
     except ConfigurationError as error:
         print(error, file=sys.stderr)
         return WRONG_SETTINGS
@@ -65,6 +64,15 @@ def execute(cfg: RunConfig) -> int:
         cfg,
         {"fit": pipeline.fit, "evaluate": pipeline.evaluate, "report": pipeline.report},
     )
+
+
+def _main(args: Arguments) -> int:
+    if args.needs_no_check:
+        return _hand_to_hydra(args)
+    if args.multirun:
+        return _grid(args)
+    cfg = compose(args.overrides, deep=not args.only_shows)
+    return _hand_to_hydra(args) if args.only_shows else execute(cfg)
 
 
 def job(composed: DictConfig) -> int:
