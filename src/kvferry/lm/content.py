@@ -44,3 +44,8 @@ class ContentKV:
         """Tokens ``start`` to ``stop`` of every layer (a view)."""
         cut = self.map_layers(lambda x: x[:, :, start:stop])
         return replace(cut, positions=self.positions[:, start:stop], mask=self.mask[:, start:stop])
+
+    def select_row(self, row: int) -> ContentKV:
+        """One row of the batch, as a batch of one."""
+        cut = self.map_layers(lambda x: x[row : row + 1])
+        return replace(cut, positions=self.positions[row : row + 1], mask=self.mask[row : row + 1])

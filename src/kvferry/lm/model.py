@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -90,6 +91,12 @@ class LanguageModel:
         return [next(int(c) for c in (*candidates, 0) if c is not None)]
 
     @cached_property
+    def tokenizer_hash(self) -> str:
+        """Sixteen hex digits that change with vocabulary, merges or normalisation."""
+        text: str = self.tokenizer.backend_tokenizer.to_str()
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @cached_property
     def stop_ids(self) -> frozenset[int]:
         """Tokens that end a generation."""
         named = self.model.config.get_text_config(decoder=True).eos_token_id
@@ -160,9 +167,12 @@ class LanguageModel:
         return Prefill(cache=cache, ids=ids, mask=mask, logits=logits[:, -1])
 
     def content(
-        self, prefill: Prefill, layers: Sequence[int] | None = None, start: int = 0
+        self,
+        prefill: Prefill,
+        key_layers: Sequence[int] | None = None,
+        value_layers: Sequence[int] | None = None,
     ) -> ContentKV:
-        """Position-free KV of ``layers`` (default all) from token ``start`` on.
+        """Position-free KV of the layers asked for (default all).
 
         Raises:
             ArtefactError: the cache has lost tokens of its sliding-window layers.
@@ -170,17 +180,17 @@ class LanguageModel:
         kv_cache.require_full_length(prefill.cache)
         tables = self.rotary.at(prefill.positions)
         raw = kv_cache.read_cache(prefill.cache)
-        chosen = range(len(raw)) if layers is None else layers
-        keys, values = {}, {}
-        for layer in chosen:
-            cos, sin = (table[:, start:] for table in tables[layer])
-            keys[layer] = strip_rope(raw[layer][0][:, :, start:], cos, sin)
-            values[layer] = raw[layer][1][:, :, start:]
+        every = range(len(raw))
         return ContentKV(
-            keys=keys,
-            values=values,
-            positions=prefill.positions[:, start:],
-            mask=prefill.mask[:, start:],
+            keys={
+                layer: strip_rope(raw[layer][0], *tables[layer])
+                for layer in (every if key_layers is None else key_layers)
+            },
+            values={
+                layer: raw[layer][1] for layer in (every if value_layers is None else value_layers)
+            },
+            positions=prefill.positions,
+            mask=prefill.mask,
         )
 
     def cache_from(self, content: ContentKV) -> Any:

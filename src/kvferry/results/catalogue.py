@@ -156,8 +156,8 @@ CONDITIONS: dict[str, tuple[str, str]] = {
     "text": ("text", "the source hands text over instead of its cache"),
     "mean": ("mean", "control: every token gets the average key and value"),
     "wrong_passage": ("wrong passage", "control: the right mapper on another text"),
-    "shuffled": ("shuffled", "control: the mapper's input features are shuffled"),
-    "random": ("random", "control: a random mapper"),
+    "shuffled": ("shuffled", "control: the mapped keys and values at the wrong tokens"),
+    "random": ("random", "control: noise with the mean and spread of the mapped cache"),
     "source": ("source alone", "the source model goes on by itself"),
 }
 

@@ -1,0 +1,299 @@
+"""The three stages of a run: fit a mapper, evaluate it, write the report."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning
+import torch
+import transformers
+
+import kvferry
+from kvferry.app.corpora import load_corpora
+from kvferry.app.folder import CONFIG, FIGURES, MAPPER, REPORT, ROWS
+from kvferry.app.loggers import RunLogger
+from kvferry.app.mapper import build_mapper
+from kvferry.app.progress import progress
+from kvferry.app.schema import RunConfig
+from kvferry.calibration.reader import PairReader
+from kvferry.calibration.statistics import CalibrationPlan, collect_statistics
+from kvferry.evals.contexts import ContextShape, EvalContext, read_context
+from kvferry.evals.ladder import ContextResult, Ladder, finish_prefix
+from kvferry.evals.latency import LatencyBench, affordable_lengths
+from kvferry.evals.rows import ladder_rows, latency_rows, size_rows
+from kvferry.evals.samples import continue_text
+from kvferry.handoff.handoff import Handoff
+from kvferry.lm.loading import load_language_model
+from kvferry.lm.store import cache_root
+from kvferry.mappers.artefact import Manifest, ModelIdentity, load_mapper, save_mapper
+from kvferry.mappers.base import MapperMethod, Statistics
+from kvferry.results.report import ContinuationSample, write_report
+from kvferry.results.rows import ResultRow, RowStamp, read_rows, write_atomically, write_rows
+
+SAMPLES = "samples.json"
+
+
+def fit(cfg: RunConfig, folder: Path, log: RunLogger) -> None:
+    """Read the calibration text with both models, fit, write the artefact."""
+    method: MapperMethod = build_mapper(cfg.mapper)
+    reader = _reader(cfg)
+    corpora = load_corpora(cfg, cache_root(_cache(cfg)))
+    texts = corpora.calibration
+    started = time.perf_counter()
+    statistics = _statistics(cfg, reader, method, texts)
+    collected = time.perf_counter()
+    mapper = method.fit(statistics)
+    fitted = time.perf_counter()
+    rows = statistics.moments["keys"].rows if statistics.moments else 0
+    manifest = save_mapper(
+        folder / MAPPER,
+        mapper,
+        Manifest(
+            pair=cfg.pair.name,
+            method=method.pretty_name,
+            reference_url=method.reference_url,
+            fields=dict(vars(method)),
+            source=ModelIdentity.of(reader.source),
+            target=ModelIdentity.of(reader.target),
+            calibration={
+                "corpus": corpora.fingerprint(texts),
+                "passages": len(texts),
+                "rows": rows,
+                "domain": corpora.domain,
+            },
+            git_commit=_git_commit(),
+        ),
+        (folder / CONFIG).read_text(),
+    )
+    log.log_metrics(
+        {
+            "fit/rows": rows,
+            "fit/parameters": mapper.parameters,
+            "fit/storage_bytes": mapper.storage_bytes,
+            "fit/calibration_s": collected - started,
+            "fit/solve_s": fitted - collected,
+        }
+    )
+    print(
+        f"{method.pretty_name}: {mapper.parameters / 1e6:.1f} M parameters from {rows:,} tokens "
+        f"({collected - started:.0f} s reading, {fitted - collected:.0f} s solving), "
+        f"hash {manifest.short_hash}"
+    )
+
+
+def evaluate(cfg: RunConfig, folder: Path, log: RunLogger) -> None:
+    """Measure quality against every control, then latency; write `rows.parquet`."""
+    reader = _reader(cfg)
+    handoff, stamp = _handoff(cfg, folder, reader)
+    corpora = load_corpora(cfg, cache_root(_cache(cfg)))
+    rows: list[ResultRow] = size_rows(stamp, handoff.mapper)
+    samples: list[ContinuationSample] = []
+    for split, texts in corpora.evaluation(
+        cfg.eval.contexts, cfg.eval.out_of_domain_contexts
+    ).items():
+        results, contexts = _score(cfg, handoff, split, texts)
+        if not samples:
+            samples = [_sample(cfg, handoff, c) for c in contexts[: cfg.eval.samples]]
+        rows += ladder_rows(
+            stamp,
+            results,
+            split=split,
+            context_tokens=cfg.eval.context_tokens,
+            draws=cfg.eval.bootstrap_resamples,
+        )
+        write_rows(folder / ROWS, rows)
+    text = "\n\n".join(corpora.long_text)
+    bench = LatencyBench(handoff, text)
+    lengths = affordable_lengths(handoff, cfg.eval.latency_tokens, len(bench.ids))
+    rounds = cfg.eval.latency_warmup + cfg.eval.latency_repeats
+    timings = []
+    for length in lengths:
+        with progress(f"time {length:,} tokens", rounds) as step:
+            timings.append(
+                bench.measure(length, cfg.eval.latency_repeats, cfg.eval.latency_warmup, step)
+            )
+    rows += latency_rows(stamp, timings, cfg.eval.bootstrap_resamples)
+    write_rows(folder / ROWS, rows)
+    write_atomically(folder / SAMPLES, json.dumps([asdict(sample) for sample in samples]).encode())
+
+
+def report(cfg: RunConfig, folder: Path, log: RunLogger) -> None:
+    """Write `report.html` and its figures from the rows."""
+    samples = [ContinuationSample(**s) for s in json.loads((folder / SAMPLES).read_text())]
+    write_report(
+        folder / REPORT,
+        read_rows(folder / ROWS),
+        config_yaml=(folder / CONFIG).read_text(),
+        versions=_versions(),
+        samples=samples,
+        title=f"{cfg.source.name} to {cfg.target.name}, {cfg.mapper.name}",
+        figures=folder / FIGURES,
+    )
+
+
+def _reader(cfg: RunConfig) -> PairReader:
+    if cfg.trainer.threads is not None:
+        torch.set_num_threads(cfg.trainer.threads)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    device = _device(cfg)
+
+    def load(spec: Any) -> Any:
+        return load_language_model(
+            spec,
+            cache_dir=_cache(cfg),
+            dtype=cfg.trainer.model_dtype,
+            device=device,
+            seed=cfg.seed,
+        )
+
+    source = load(cfg.source)
+    same = cfg.source == cfg.target
+    return PairReader(source, source if same else load(cfg.target))
+
+
+def _handoff(cfg: RunConfig, folder: Path, reader: PairReader) -> tuple[Handoff, RowStamp]:
+    mapper, manifest = load_mapper(folder / MAPPER, reader.source, reader.target)
+    dtype: torch.dtype = getattr(torch, cfg.trainer.map_dtype)
+    handoff = Handoff(
+        reader,
+        mapper.with_precision(dtype),
+        mapper_name=manifest.method,
+        mapper_hash=manifest.short_hash,
+    )
+    stamp = RowStamp(
+        pair=cfg.pair.name,
+        source=cfg.source.name,
+        target=cfg.target.name,
+        mapper=cfg.mapper.name,
+        mapper_hash=manifest.short_hash,
+        seed=cfg.seed,
+        device=f"{reader.target.device.type}, {torch.get_num_threads()} threads",
+        dtype=f"model {cfg.trainer.model_dtype}, map {cfg.trainer.map_dtype}",
+        config_hash=cfg.config_hash,
+        git_commit=_git_commit(),
+    )
+    return handoff, stamp
+
+
+def _statistics(
+    cfg: RunConfig, reader: PairReader, method: MapperMethod, texts: Sequence[str]
+) -> Statistics:
+    plan = CalibrationPlan(passage_tokens=cfg.data.passage_tokens, seed=cfg.seed)
+    if not method.needs_moments:
+        return Statistics(
+            reader.source.geometry, reader.target.geometry, plan.layouts(reader), {}, None
+        )
+    return collect_statistics(
+        reader,
+        texts,
+        plan,
+        cache_root(_cache(cfg)) / "moments",
+        _trainer(cfg),
+        batch_size=cfg.trainer.batch_size,
+    )
+
+
+def _trainer(cfg: RunConfig) -> pytorch_lightning.Trainer:
+    warnings.filterwarnings("ignore", module="pytorch_lightning")
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*")
+    return pytorch_lightning.Trainer(
+        accelerator=cfg.trainer.accelerator,
+        devices=cfg.trainer.devices,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=False,
+    )
+
+
+def _score(
+    cfg: RunConfig, handoff: Handoff, split: str, texts: Sequence[str]
+) -> tuple[list[ContextResult], list[EvalContext]]:
+    """Contexts one by one; the one before lends its text to `wrong_passage`."""
+    shape = ContextShape(
+        context_tokens=cfg.eval.context_tokens,
+        continuation_tokens=cfg.eval.continuation_tokens,
+        recall_start=cfg.eval.recall_start,
+        recall_tokens=cfg.eval.recall_tokens,
+        recall_prompt_tokens=cfg.eval.recall_prompt_tokens,
+    )
+    ladder = Ladder(
+        handoff,
+        shape,
+        native_tail=cfg.eval.native_tail,
+        conditions=cfg.eval.conditions,
+        seed=cfg.seed,
+    )
+    results, kept = [], []
+    other = read_context(handoff.reader, texts[-1], shape)
+    with progress(f"score {split}", len(texts)) as step:
+        for text in texts:
+            context = read_context(handoff.reader, text, shape)
+            results.append(ladder.score(context, other))
+            if len(kept) < cfg.eval.samples:
+                kept.append(context)
+            other = context
+            step()
+    return results, kept
+
+
+def _sample(cfg: RunConfig, handoff: Handoff, context: EvalContext) -> ContinuationSample:
+    target = handoff.reader.target
+    ladder_builds = Ladder(
+        handoff,
+        ContextShape(context_tokens=max(cfg.eval.context_tokens, 160)),
+        native_tail=cfg.eval.native_tail,
+        conditions=(),
+        seed=cfg.seed,
+    ).builds(context, context)
+    made = {
+        name: continue_text(handoff, ladder_builds[name](), context, cfg.eval.continuation_tokens)
+        for name in ("native", "mapped", "mapped_tail")
+    }
+    return ContinuationSample(
+        context_tail=target.text_of(context.trace.tokens.target_ids[-64:]),
+        reference=target.text_of(context.continuation),
+        zero=continue_text(handoff, finish_prefix(handoff), context, cfg.eval.continuation_tokens),
+        label=cfg.pair.name,
+        **made,
+    )
+
+
+def _cache(cfg: RunConfig) -> Path | None:
+    return None if cfg.cache is None else Path(cfg.cache).expanduser()
+
+
+def _device(cfg: RunConfig) -> str:
+    wants_gpu = cfg.trainer.accelerator == "gpu" or (
+        cfg.trainer.accelerator == "auto" and torch.cuda.is_available()
+    )
+    return "cuda" if wants_gpu else "cpu"
+
+
+def _git_commit() -> str:
+    root = Path(__file__).resolve().parent
+    done = subprocess.run(
+        ["git", "rev-parse", "--short=12", "HEAD"], cwd=root, capture_output=True, text=True
+    )
+    return done.stdout.strip() if done.returncode == 0 else f"v{kvferry.__version__}"
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "kvferry": kvferry.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "pytorch-lightning": pytorch_lightning.__version__,
+        "platform": platform.platform(),
+    }

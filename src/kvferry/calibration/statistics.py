@@ -1,0 +1,211 @@
+"""Collect the moments of a pair over a calibration text, resumably."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from pytorch_lightning import LightningModule, Trainer
+from safetensors.torch import load_file, save_file
+from torch.utils.data import DataLoader
+
+from kvferry.calibration.code import fit_source_code
+from kvferry.calibration.reader import PairReader, PairTrace, TokenPair
+from kvferry.errors import InputError
+from kvferry.mappers.base import Statistics
+from kvferry.mappers.inputs import SourceCode
+from kvferry.mappers.layout import COMPONENTS, Component, FeatureLayout, component_layout
+from kvferry.stats.moments import Moments
+
+CODE_PASSAGES = 12
+
+
+@dataclass(frozen=True)
+class CalibrationPlan:
+    """What is collected: wide enough that every closed-form method is a sub-block of it.
+
+    Args:
+        passage_tokens: source tokens that each passage is cut to.
+        code_width: features of the source code of one component.
+        anchor_context: predecessors whose layer-0 content is kept.
+        native_layers: exact target layers that maps may read.
+        seed: of the source code's decomposition.
+    """
+
+    passage_tokens: int = 1000
+    code_width: int = 320
+    anchor_context: int = 3
+    native_layers: int = 1
+    seed: int = 0
+
+    def layouts(self, reader: PairReader) -> dict[Component, FeatureLayout]:
+        """Input columns of each component."""
+        source, target = reader.source.geometry, reader.target.geometry
+        return {
+            component: component_layout(
+                component,
+                source,
+                target,
+                code_width=min(self.code_width, sum(source.widths)),
+                anchor_context=self.anchor_context,
+                native_layers=self.native_layers,
+                reads=2 if reader.mode == "owner_previous" else 1,
+            )
+            for component in COMPONENTS
+        }
+
+    def key(self, reader: PairReader, texts: Sequence[str]) -> str:
+        """Sixteen hex digits that change with anything that changes the moments."""
+        models = [
+            (m.name, m.revision, m.geometry.fingerprint(), str(m.dtype))
+            for m in (reader.source, reader.target)
+        ]
+        digest = hashlib.sha256()
+        digest.update(json.dumps([models, vars(self), reader.mode]).encode())
+        for text in texts:
+            digest.update(hashlib.sha256(text.encode()).digest())
+        return digest.hexdigest()[:16]
+
+
+class MomentsModule(LightningModule):
+    """Adds the rows of each passage to the moments; there is nothing to optimise.
+
+    A Lightning trainer drives it, so that devices, progress and interruption are its business.
+    """
+
+    def __init__(
+        self,
+        reader: PairReader,
+        layouts: dict[Component, FeatureLayout],
+        code: SourceCode | None,
+        moments: dict[Component, Moments],
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        # A plain list keeps the frozen models out of the module's own parameters.
+        self._reader = [reader]
+        self.layouts, self.code, self.moments = layouts, code, moments
+        self.passages = 0
+
+    @torch.inference_mode()
+    def training_step(self, batch: list[TokenPair], batch_idx: int) -> None:
+        """Read one batch of texts with both models and count its shared-boundary rows."""
+        for trace in self._reader[0].read(batch):
+            self.add(trace)
+        self.passages += len(batch)
+
+    def add(self, trace: PairTrace) -> None:
+        """Count the rows of target tokens that end where a source token ends."""
+        inputs, tokens = trace.inputs(self.code), trace.target.tokens
+        exact = trace.tokens.alignment.exact.clone()
+        sink = len(self._reader[0].target.sink_ids)
+        exact[: sink + 1] = False
+        for component in COMPONENTS:
+            content: dict[int, torch.Tensor] = getattr(trace.target, component)
+            wanted = torch.cat([x[0].transpose(0, 1).flatten(1) for x in content.values()], dim=1)
+            rows = inputs.rows(self.layouts[component].blocks, 0, tokens)
+            self.moments[component].update(rows[exact], wanted[exact])
+
+    def configure_optimizers(self) -> None:
+        """None: closed form."""
+
+
+def collect_statistics(
+    reader: PairReader,
+    texts: Sequence[str],
+    plan: CalibrationPlan,
+    trainer: Trainer,
+    folder: Path,
+    batch_size: int = 1,
+    save_every: int = 64,
+) -> Statistics:
+    """Moments of ``texts``, from ``folder`` where they are already there.
+
+    Args:
+        folder: holds one folder a key; a partly collected one is taken up where it stopped.
+        save_every: passages between two saves.
+
+    Raises:
+        InputError: no passage can be read.
+    """
+    if not texts:
+        raise InputError("There is nothing to calibrate on.", fix="raise data.calibration_passages")
+    layouts = plan.layouts(reader)
+    place = folder / plan.key(reader, texts)
+    pairs = [reader.tokenize(text, plan.passage_tokens) for text in texts]
+    if (place / "progress.json").exists():
+        code, moments, done = _load(place)
+    else:
+        code = _code(reader, pairs, plan)
+        moments, done = {c: _empty(reader, layouts[c]) for c in COMPONENTS}, 0
+    module = MomentsModule(reader, layouts, code, moments)
+    try:
+        while done < len(pairs):
+            part = pairs[done : done + save_every]
+            loader: DataLoader[Any] = DataLoader(part, batch_size=batch_size, collate_fn=list)  # type: ignore[arg-type]
+            trainer.fit(module, loader)
+            if trainer.interrupted:
+                raise KeyboardInterrupt
+            done += len(part)
+            _save(place, code, moments, done)
+    finally:
+        del module
+    return Statistics(reader.source.geometry, reader.target.geometry, layouts, moments, code)
+
+
+def _code(
+    reader: PairReader, pairs: Sequence[TokenPair], plan: CalibrationPlan
+) -> SourceCode | None:
+    if plan.code_width == 0:
+        return None
+    samples: dict[Component, list[torch.Tensor]] = {c: [] for c in COMPONENTS}
+    step = max(len(pairs) // CODE_PASSAGES, 1)
+    for pair in list(pairs)[::step][:CODE_PASSAGES]:
+        ids, mask = reader.source.batch([pair.source_ids])
+        content = reader.source.content(reader.source.prefill(ids, mask))
+        for component in COMPONENTS:
+            by_layer: dict[int, torch.Tensor] = getattr(content, component)
+            flat = [x[0, :, 1::2].transpose(0, 1).flatten(1) for x in by_layer.values()]
+            samples[component].append(torch.stack(flat))
+    return fit_source_code(samples, plan.code_width, plan.seed)
+
+
+def _empty(reader: PairReader, layout: FeatureLayout) -> Moments:
+    edges = [0, *torch.tensor(reader.target.geometry.widths).cumsum(0).tolist()]
+    blocks = [slice(a, b) for a, b in pairwise(edges)]
+    return Moments(layout.width, edges[-1], y_blocks=blocks, device=reader.target.device)
+
+
+def _save(
+    place: Path, code: SourceCode | None, moments: dict[Component, Moments], done: int
+) -> None:
+    temporary = place.with_name(f"{place.name}.{os.getpid()}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    for component in COMPONENTS:
+        save_file(moments[component].state_dict(), temporary / f"{component}.safetensors")
+    if code is not None:
+        tensors = {str(c): p.contiguous() for c, p in code.projection.items()}
+        save_file(tensors, temporary / "code.safetensors")
+    (temporary / "progress.json").write_text(json.dumps({"passages": done}))
+    shutil.rmtree(place, ignore_errors=True)
+    os.replace(temporary, place)
+
+
+def _load(place: Path) -> tuple[SourceCode | None, dict[Component, Moments], int]:
+    moments = {
+        c: Moments.from_state_dict(load_file(place / f"{c}.safetensors")) for c in COMPONENTS
+    }
+    stored = place / "code.safetensors"
+    projection = load_file(stored) if stored.exists() else None
+    code = None if projection is None else SourceCode({c: projection[c] for c in COMPONENTS})
+    done = int(json.loads((place / "progress.json").read_text())["passages"])
+    return code, moments, done

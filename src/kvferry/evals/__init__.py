@@ -1,0 +1,1 @@
+"""What a mapped cache is worth: quality against controls, and time."""

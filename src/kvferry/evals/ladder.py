@@ -1,0 +1,203 @@
+"""The quality ladder: R² and attention-output cosine by layer, KL, NLL and long-range recall."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvferry.evals import scoring
+from kvferry.evals.contexts import ContextShape, EvalContext
+from kvferry.evals.scoring import Scores
+from kvferry.handoff.handoff import Handoff, MappedCache
+from kvferry.lm.attention import AttentionCall, record_attention
+from kvferry.lm.cache import copy_cache, read_cache
+from kvferry.lm.content import ContentKV
+from kvferry.mappers.controls import identity_content, random_content, shuffled_content
+
+Build = Callable[[], MappedCache]
+PER_LAYER = ("r2_keys", "r2_values", "attention_cosine")
+
+
+@dataclass
+class ContextResult:
+    """Scores of every condition on one context.
+
+    Args:
+        scores: by condition.
+        layers: by condition and metric, one number a target layer (nan where not mapped).
+        source_nll: nats a target token of the continuation under the source model itself.
+    """
+
+    scores: dict[str, Scores] = field(default_factory=dict)
+    layers: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    source_nll: float | None = None
+
+
+class Ladder:
+    """Scores contexts under several caches.
+
+    Args:
+        handoff: the source, the target and the mapper under test.
+        shape: lengths of what is asked.
+        native_tail: tokens that the target runs itself under ``mapped_tail``.
+        conditions: what the target decodes from; native and zero are always measured.
+        seed: of the random controls.
+    """
+
+    def __init__(
+        self,
+        handoff: Handoff,
+        shape: ContextShape,
+        *,
+        native_tail: int,
+        conditions: Sequence[str],
+        seed: int,
+    ) -> None:
+        self.handoff = handoff
+        self.shape = shape
+        self.native_tail = native_tail
+        self.conditions = tuple(dict.fromkeys(("native", "zero", *conditions)))
+        self.seed = seed
+
+    @torch.inference_mode()
+    def score(self, context: EvalContext, other: EvalContext) -> ContextResult:
+        """All conditions on ``context``; ``other`` lends its text to ``wrong_passage``."""
+        result = ContextResult()
+        builds = self.builds(context, other)
+        native_cache = builds["native"]()
+        continuation, recall, calls = self._native(native_cache, context)
+        for condition in self.conditions:
+            if condition == "source":
+                result.source_nll = self.source_nll(context)
+                continue
+            if condition not in builds:
+                continue
+            mapped = native_cache if condition == "native" else builds[condition]()
+            if condition == "native":
+                now, later = continuation, recall
+            else:
+                now, later = (
+                    self._ask(mapped, context.continuation),
+                    self._ask(mapped, context.recall),
+                )
+            result.scores[condition] = self._scores(context, continuation, now, later)
+            if condition == "mapped":
+                result.layers[condition] = self._layers(context, mapped, native_cache, calls)
+        return result
+
+    def builds(self, context: EvalContext, other: EvalContext) -> Mapping[str, Build]:
+        """How to make the cache of each condition; nothing is computed before it is asked for."""
+        handoff, tokens = self.handoff, context.trace.tokens
+        target = context.trace.target
+
+        def mapped(tail: int = 0) -> ContentKV:
+            return handoff.map_content(context.trace.source, tokens, tail)
+
+        def finish(content: ContentKV) -> MappedCache:
+            return handoff.finish([content], [tokens])
+
+        def wrong() -> ContentKV:
+            return handoff.map_content(other.trace.source, other.trace.tokens)
+
+        windows = handoff.first_tokens(target.tokens)
+        builds: dict[str, Build] = {
+            "native": lambda: finish(identity_content(target, windows)),
+            "zero": lambda: finish_prefix(handoff),
+            "mapped": lambda: finish(mapped()),
+            "mapped_tail": lambda: finish(mapped(self.native_tail)),
+            "mean": lambda: finish(handoff.keep_prefix(handoff.mapper.mean_content(mapped()))),
+            "random": lambda: finish(handoff.keep_prefix(random_content(mapped(), self.seed))),
+            "shuffled": lambda: finish(handoff.keep_prefix(shuffled_content(mapped(), self.seed))),
+            "wrong_passage": lambda: finish(wrong()),
+        }
+        source, own = handoff.reader.source, handoff.reader.target
+        if source.geometry == own.geometry and source.tokenizer_hash == own.tokenizer_hash:
+            builds["identity"] = lambda: finish(identity_content(context.trace.source, windows))
+        return builds
+
+    def source_nll(self, context: EvalContext) -> float:
+        """NLL of the continuation's text under the source, in nats a *target* token.
+
+        Source tokens of the same characters are summed; characters at the edges that belong to
+        no whole source token are accounted for in proportion.
+        """
+        source = self.handoff.reader.source
+        if context.source_characters == 0 or len(context.source_continuation) < 2:
+            return float("nan")
+        ids = [*context.trace.tokens.source_ids, *context.source_continuation]
+        batch, mask = source.batch([ids])
+        kept = len(context.source_continuation)
+        cache = source.prefill(batch[:, :-kept], mask[:, :-kept]).cache
+        logits = source.extend(cache, batch[:, -kept:], mask[:, :-kept])[0]
+        wanted = torch.tensor(context.source_continuation, device=source.device)
+        total = scoring.token_nll(logits.float().log_softmax(-1), wanted, 1) * (kept - 1)
+        per_character = total / context.source_characters
+        scored = len(context.continuation) - 1
+        return per_character * context.continuation_characters / scored
+
+    def _native(
+        self, cache: MappedCache, context: EvalContext
+    ) -> tuple[Tensor, Tensor, list[AttentionCall]]:
+        with record_attention(self.handoff.reader.target.model) as calls:
+            continuation = self._ask(cache, context.continuation)
+            recorded = list(calls)
+        return continuation, self._ask(cache, context.recall), recorded
+
+    def _ask(self, mapped: MappedCache, ids: Sequence[int]) -> Tensor:
+        """Log-probabilities ``[tokens, vocab]`` of ``ids`` on top of a copy of the cache."""
+        target = self.handoff.reader.target
+        batch = torch.tensor([list(ids)], device=target.device)
+        logits = target.extend(copy_cache(mapped.cache), batch, mapped.mask)
+        return logits[0].float().log_softmax(dim=-1)
+
+    def _scores(
+        self, context: EvalContext, native: Tensor, continuation: Tensor, recall: Tensor
+    ) -> Scores:
+        ids = torch.tensor(context.continuation, device=native.device)
+        span = torch.tensor(context.recall, device=native.device)
+        return Scores(
+            nll=scoring.token_nll(continuation, ids, 1),
+            kl=scoring.mean_kl(native, continuation),
+            top1_agreement=scoring.top1_agreement(native, continuation),
+            recall_nll=scoring.token_nll(recall, span, max(self.shape.recall_prompt_tokens, 1)),
+        )
+
+    def _layers(
+        self,
+        context: EvalContext,
+        mapped: MappedCache,
+        native: MappedCache,
+        calls: Sequence[AttentionCall],
+    ) -> dict[str, list[float]]:
+        content = self.handoff.map_content(context.trace.source, context.trace.tokens)
+        prefix = self.handoff.prefix.tokens
+        out: dict[str, list[float]] = {name: [] for name in PER_LAYER}
+        rotated: list[Any] = read_cache(mapped.cache)
+        for call in calls:
+            layer = call.layer
+            output = call.with_context(*rotated[layer])
+            out["attention_cosine"].append(scoring.mean_cosine(output, call.output))
+            for component in ("keys", "values"):
+                made: Tensor = getattr(content, component)[layer]
+                start = max(prefix, context.trace.target.tokens - made.shape[2])
+                length = context.trace.target.tokens - start
+                true: Tensor = getattr(context.trace.target, component)[layer]
+                out[f"r2_{component}"].append(
+                    scoring.r2_about_mean(_rows(made, length), _rows(true, length))
+                )
+        return out
+
+
+def finish_prefix(handoff: Handoff) -> MappedCache:
+    """A cache that holds nothing but the target's own prefix."""
+    prefix = handoff.prefix
+    cache = handoff.reader.target.cache_from(prefix)
+    return MappedCache(cache=cache, mask=prefix.mask, suffix_ids=[[]], provenance=[])
+
+
+def _rows(x: Tensor, last: int) -> Tensor:
+    return x[0, :, -last:].transpose(0, 1).flatten(1)

@@ -1,0 +1,174 @@
+"""From scores and timings to result rows with intervals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+from kvferry.evals.ladder import PER_LAYER, ContextResult
+from kvferry.evals.latency import LatencySample
+from kvferry.mappers.affine import AffineMapper
+from kvferry.results.catalogue import LATENCY_TASK
+from kvferry.results.rows import ResultRow, RowStamp
+from kvferry.results.statistics import (
+    Interval,
+    floor_normalised,
+    kl_retention,
+    mean_interval,
+    median_interval,
+    percentile_summary,
+)
+
+LADDER_TASK = "ladder"
+
+
+def ladder_rows(
+    stamp: RowStamp,
+    results: Sequence[ContextResult],
+    *,
+    split: str,
+    context_tokens: int,
+    draws: int,
+) -> list[ResultRow]:
+    """Rows of every condition on one split, intervals paired by context."""
+    rows: list[ResultRow] = []
+
+    def values(condition: str, name: str) -> list[float]:
+        return [float(getattr(result.scores[condition], name)) for result in results]
+
+    def add(condition: str, metric: str, value: Interval, layer: int | None = None) -> None:
+        rows.append(
+            stamp.row(
+                task=LADDER_TASK,
+                split=split,
+                condition=condition,
+                metric=metric,
+                value=value,
+                context_tokens=context_tokens,
+                layer=layer,
+            )
+        )
+
+    seed = stamp.seed
+    for condition in results[0].scores:
+        nll = values(condition, "nll")
+        for metric in ("nll", "kl", "top1_agreement", "recall_nll"):
+            add(condition, metric, mean_interval(values(condition, metric), draws=draws, seed=seed))
+        add(condition, "perplexity", _exponential(mean_interval(nll, draws=draws, seed=seed)))
+        zero, native = values("zero", "nll"), values("native", "nll")
+        recall = [values(c, "recall_nll") for c in (condition, "zero", "native")]
+        add(condition, "nll_retention", floor_normalised(nll, zero, native, draws=draws, seed=seed))
+        add(condition, "recall_kept", floor_normalised(*recall, draws=draws, seed=seed))
+        kl = values(condition, "kl")
+        add(
+            condition,
+            "kl_retention",
+            kl_retention(kl, values("zero", "kl"), draws=draws, seed=seed),
+        )
+    source = [r.source_nll for r in results if r.source_nll is not None]
+    source = [nll for nll in source if math.isfinite(nll)]
+    if source:
+        interval = mean_interval(source, draws=draws, seed=seed)
+        add("source", "nll", interval)
+        add("source", "perplexity", _exponential(interval))
+    for condition, metric, layer, numbers in _by_layer(results):
+        add(condition, metric, mean_interval(numbers, draws=draws, seed=seed), layer)
+    for condition, metric, numbers in _over_layers(results):
+        add(condition, metric, mean_interval(numbers, draws=draws, seed=seed))
+    return rows
+
+
+def _exponential(interval: Interval) -> Interval:
+    return Interval(
+        math.exp(interval.value), math.exp(interval.low), math.exp(interval.high), interval.n
+    )
+
+
+def _by_layer(
+    results: Sequence[ContextResult],
+) -> Iterator[tuple[str, str, int, list[float]]]:
+    for condition, metrics in results[0].layers.items():
+        for metric in PER_LAYER:
+            for layer in range(len(metrics[metric])):
+                yield (
+                    condition,
+                    metric,
+                    layer,
+                    [r.layers[condition][metric][layer] for r in results],
+                )
+
+
+def _over_layers(results: Sequence[ContextResult]) -> Iterator[tuple[str, str, list[float]]]:
+    for condition, metrics in results[0].layers.items():
+        for metric in PER_LAYER:
+            depth = len(metrics[metric])
+            yield condition, metric, [sum(r.layers[condition][metric]) / depth for r in results]
+
+
+def latency_rows(stamp: RowStamp, samples: Sequence[LatencySample], draws: int) -> list[ResultRow]:
+    """p50 (with interval) and p95 of every step, speed-ups, and peak memory."""
+    rows: list[ResultRow] = []
+    names = {
+        "source_prefill": ("source", "prefill_ms"),
+        "align": ("mapped", "align_ms"),
+        "map": ("mapped", "map_ms"),
+        "prefill": ("native", "prefill_ms"),
+        "ttft_handoff": ("mapped", "ttft_ms"),
+        "ttft_native": ("native", "ttft_ms"),
+    }
+    for sample in samples:
+        for step, (condition, metric) in names.items():
+            times = sample.milliseconds[step]
+            timed = partial(
+                stamp.row,
+                task=LATENCY_TASK,
+                condition=condition,
+                metric=metric,
+                context_tokens=sample.context_tokens,
+            )
+            summary = percentile_summary(times)
+            p50 = median_interval(times, draws=draws, seed=stamp.seed)
+            rows.append(timed(split="p50", value=p50))
+            rows.append(timed(split="p95", value=summary.p95, n=summary.n))
+        pairs = zip(sample.milliseconds["prefill"], sample.milliseconds["map"], strict=True)
+        rows.append(
+            stamp.row(
+                task=LATENCY_TASK,
+                split="p50",
+                condition="mapped",
+                metric="speedup",
+                value=median_interval([a / b for a, b in pairs], draws=draws, seed=stamp.seed),
+                context_tokens=sample.context_tokens,
+            )
+        )
+        for condition, peak in sample.peak_bytes.items():
+            rows.append(
+                stamp.row(
+                    task=LATENCY_TASK,
+                    split="p50",
+                    condition=condition,
+                    metric="peak_bytes",
+                    value=float(peak),
+                    n=1,
+                    context_tokens=sample.context_tokens,
+                )
+            )
+    return rows
+
+
+def size_rows(stamp: RowStamp, mapper: AffineMapper) -> list[ResultRow]:
+    """Parameters and storage of the mapper as fitted."""
+    sizes = {"parameters": mapper.parameters, "storage_bytes": mapper.storage_bytes}
+    return [
+        stamp.row(
+            task="size",
+            split="mapper",
+            condition="mapped",
+            metric=metric,
+            value=float(value),
+            n=1,
+            context_tokens=0,
+        )
+        for metric, value in sizes.items()
+    ]

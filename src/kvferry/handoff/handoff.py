@@ -1,0 +1,270 @@
+"""Strip positions, align, map, put positions back, build the target's cache."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from kvferry.align.tokens import context_token_count
+from kvferry.calibration.reader import PairReader, TokenPair
+from kvferry.errors import ArtefactError, InputError
+from kvferry.handoff.provenance import Provenance
+from kvferry.lm.content import ContentKV
+from kvferry.lm.model import Prefill
+from kvferry.mappers.affine import AffineMapper
+from kvferry.mappers.inputs import MapperInputs
+from kvferry.mappers.layout import COMPONENTS
+
+
+@dataclass(frozen=True)
+class MappedCache:
+    """A cache that the target decodes from at once.
+
+    Args:
+        cache: of the target's own kind; decoding grows it in place.
+        mask: which positions hold context, ``[batch, tokens]``.
+        suffix_ids: target tokens of each row still to be run: the suffix, healed at the boundary.
+        provenance: what it is made of, one a row.
+        milliseconds: time spent in each step.
+    """
+
+    cache: Any
+    mask: Bool[Tensor, "batch tokens"]
+    suffix_ids: list[list[int]]
+    provenance: list[Provenance]
+    milliseconds: dict[str, float] = field(default_factory=dict)
+
+
+class Handoff:
+    """Carries contexts from one source to one target with one mapper.
+
+    Args:
+        reader: the two models and how their tokens are aligned.
+        mapper: maps position-free KV.
+        mapper_name, mapper_hash: for the provenance stamp.
+        native_tail: last context tokens that the target runs itself on top of the mapped cache.
+
+    Raises:
+        ArtefactError: the mapper was fitted for other models.
+    """
+
+    def __init__(
+        self,
+        reader: PairReader,
+        mapper: AffineMapper,
+        *,
+        mapper_name: str = "mapper",
+        mapper_hash: str = "",
+        native_tail: int = 0,
+    ) -> None:
+        for role, model, geometry in (
+            ("source", reader.source, mapper.source),
+            ("target", reader.target, mapper.target),
+        ):
+            if model.geometry.fingerprint() != geometry.fingerprint():
+                raise ArtefactError(
+                    f"This mapper was fitted for another {role} model.",
+                    found=f"{model.name}: {model.geometry.architecture}, "
+                    f"{len(model.geometry.layers)} layers",
+                    expected=f"{geometry.architecture}, {len(geometry.layers)} layers",
+                    fix="choose the pair that the mapper names, or fit a mapper for this one",
+                )
+        self.reader = reader
+        self.mapper = mapper
+        self.mapper_name = mapper_name
+        self.mapper_hash = mapper_hash
+        self.native_tail = native_tail
+
+    @cached_property
+    def prefix(self) -> ContentKV:
+        """The target's own KV of its input-independent prefix, computed once."""
+        target = self.reader.target
+        ids, mask = target.batch([target.sink_ids])
+        return target.content(target.prefill(ids, mask))
+
+    @torch.inference_mode()
+    def transfer(
+        self, prefill: Prefill, suffix: str = "", native_tail: int | None = None
+    ) -> MappedCache:
+        """Carry a source cache over, row by row.
+
+        Context and suffix are tokenised together by the target. A target token that straddles
+        their boundary belongs to the suffix, so that the target itself reads it whole.
+
+        Args:
+            prefill: what the source has read, with every layer at full length.
+            suffix: text that follows the context; its tokens come back in ``suffix_ids``.
+            native_tail: overrides the hand-off's own.
+
+        Raises:
+            InputError: a row without text, or longer than the target's context.
+            ArtefactError: the source cache has lost tokens.
+        """
+        clock: dict[str, float] = {}
+        with _clock(clock, "align_ms"):
+            rows = [self._split(ids, suffix) for ids in self._row_ids(prefill)]
+        with _clock(clock, "strip_ms"):
+            content = self.source_content(prefill)
+        mapped = []
+        for index, (tokens, _) in enumerate(rows):
+            start = content.tokens - len(tokens.source_ids)
+            row = content.select_row(index).slice_tokens(start, content.tokens)
+            with _clock(clock, "map_ms"):
+                tail = self._tail(tokens, native_tail)
+                mapped.append(self.map_content(row, tokens, tail))
+        out = self.finish(mapped, [tokens for tokens, _ in rows], clock)
+        return replace(out, suffix_ids=[suffix_ids for _, suffix_ids in rows])
+
+    def source_content(self, prefill: Prefill) -> ContentKV:
+        """Strip the layers that the mapper reads, and no others."""
+        reads = self.mapper.source_layers
+        return self.reader.source.content(prefill, reads["keys"], reads["values"])
+
+    def map_content(self, source: ContentKV, tokens: TokenPair, tail: int = 0) -> ContentKV:
+        """Target content of one context, all but its last ``tail`` tokens.
+
+        The prefix is the target's own; windowed layers hold their last ``window - 1`` tokens.
+        """
+        target = self.reader.target
+        ids = tokens.target_ids[: len(tokens.target_ids) - tail]
+        anchors = self.reader.anchors(ids)
+        native = None
+        if self.mapper.native_layers > 1:
+            batch, mask = target.batch([ids])
+            native = target.native_prefix(batch, mask, self.mapper.native_layers)
+        inputs = MapperInputs(
+            source=source,
+            alignment=tokens.alignment.narrow(0, len(ids)),
+            anchors=anchors,
+            native=native,
+        )
+        return self.keep_prefix(self.mapper.map(inputs, self.first_tokens(len(ids))))
+
+    def first_tokens(self, tokens: int) -> list[int]:
+        """By target layer, the first of ``tokens`` that a windowed layer still attends to."""
+        return [
+            0 if layer.window is None else max(0, tokens - (layer.window - 1))
+            for layer in self.reader.target.geometry.layers
+        ]
+
+    def finish(
+        self,
+        mapped: Sequence[ContentKV],
+        tokens: Sequence[TokenPair],
+        clock: dict[str, float] | None = None,
+    ) -> MappedCache:
+        """Rotate, batch with left padding, build the cache and run the native tails."""
+        clock = {} if clock is None else clock
+        target = self.reader.target
+        with _clock(clock, "build_ms"):
+            content = pad_left(mapped)
+            cache = target.cache_from(content)
+        tails = [t.target_ids[c.tokens :] for t, c in zip(tokens, mapped, strict=True)]
+        mask = content.mask
+        with _clock(clock, "tail_ms"):
+            if tails[0]:
+                ids = torch.tensor(tails, device=mask.device)
+                target.extend(cache, ids, mask, keep_logits=1)
+                mask = torch.cat((mask, torch.ones_like(ids, dtype=torch.bool)), dim=1)
+        return MappedCache(
+            cache=cache,
+            mask=mask,
+            suffix_ids=[[] for _ in mapped],
+            provenance=[self._stamp(c, len(t)) for c, t in zip(mapped, tails, strict=True)],
+            milliseconds=clock,
+        )
+
+    def _row_ids(self, prefill: Prefill) -> list[list[int]]:
+        return [row[keep].tolist() for row, keep in zip(prefill.ids, prefill.mask, strict=True)]
+
+    def _split(self, source_ids: list[int], suffix: str) -> tuple[TokenPair, list[int]]:
+        """The context's tokens, and those of the suffix with a straddling token healed."""
+        context = self.reader.pair_from_source(source_ids)
+        target = self.reader.target
+        if suffix:
+            whole = [*target.sink_ids, *target.encode(context.text + suffix)]
+            _, spans = self.reader.target_text.character_spans(whole)
+            kept = context_token_count(spans, len(context.text))
+            _, source_spans = self.reader.source_text.character_spans(source_ids)
+            pair = self.reader.align(source_ids, source_spans, whole, context.text + suffix)
+            context = replace(
+                context, target_ids=whole[:kept], alignment=pair.alignment.narrow(0, kept)
+            )
+            rest = whole[kept:]
+        else:
+            rest = []
+        target.require_room(len(context.target_ids) + len(rest))
+        return context, rest
+
+    def _tail(self, tokens: TokenPair, native_tail: int | None) -> int:
+        """Tail tokens, never more than the body of the context."""
+        wanted = self.native_tail if native_tail is None else native_tail
+        if wanted < 0:
+            raise InputError(
+                "The native tail cannot be negative.", found=wanted, fix="set native_tail=0 or more"
+            )
+        return min(wanted, len(tokens.target_ids) - len(self.reader.target.sink_ids) - 1)
+
+    def keep_prefix(self, content: ContentKV) -> ContentKV:
+        """Put the target's own prefix over the mapped one, in place, where it is still held."""
+        width = self.prefix.tokens
+        for component in COMPONENTS:
+            mapped: dict[int, Tensor] = getattr(content, component)
+            own: dict[int, Tensor] = getattr(self.prefix, component)
+            for layer in range(self.mapper.native_layers, len(mapped)):
+                if mapped[layer].shape[2] == content.tokens:
+                    mapped[layer][:, :, :width] = own[layer]
+        return content
+
+    def _stamp(self, content: ContentKV, tail: int) -> Provenance:
+        return Provenance(
+            source=self.reader.source.name,
+            target=self.reader.target.name,
+            mapper=self.mapper_name,
+            mapper_hash=self.mapper_hash,
+            mapped_tokens=content.tokens - self.prefix.tokens,
+            native_tokens=self.prefix.tokens + tail,
+        )
+
+
+def pad_left(rows: Sequence[ContentKV]) -> ContentKV:
+    """One batch from single rows; layers of a row may hold only its last tokens."""
+    if len(rows) == 1:
+        return rows[0]
+    longest = max(row.tokens for row in rows)
+
+    def stack(component: str) -> dict[int, Tensor]:
+        out = {}
+        for layer in getattr(rows[0], component):
+            parts = [getattr(row, component)[layer] for row in rows]
+            width = max(part.shape[2] for part in parts)
+            out[layer] = torch.cat(
+                [torch.nn.functional.pad(p, (0, 0, width - p.shape[2], 0)) for p in parts]
+            )
+        return out
+
+    def widen(x: Tensor, tokens: int) -> Tensor:
+        return torch.nn.functional.pad(x, (longest - tokens, 0))
+
+    return ContentKV(
+        keys=stack("keys"),
+        values=stack("values"),
+        positions=torch.cat([widen(row.positions, row.tokens) for row in rows]),
+        mask=torch.cat([widen(row.mask, row.tokens) for row in rows]),
+    )
+
+
+@contextmanager
+def _clock(milliseconds: dict[str, float], step: str) -> Iterator[None]:
+    """Add the milliseconds of a step to ``milliseconds[step]``."""
+    started = time.perf_counter()
+    yield
+    milliseconds[step] = milliseconds.get(step, 0.0) + 1e3 * (time.perf_counter() - started)

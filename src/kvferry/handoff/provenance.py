@@ -1,0 +1,27 @@
+"""Where a mapped cache came from: it is an approximation and must never pass for a prefix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """The stamp on every mapped cache.
+
+    Args:
+        source, target: names of the two models.
+        mapper: pretty name of the method.
+        mapper_hash: digest of the mapper's weights.
+        mapped_tokens: context tokens whose KV is approximate.
+        native_tokens: context tokens that the target read itself (prefix and tail).
+        exact: always False; an exact-prefix cache must refuse what says so.
+    """
+
+    source: str
+    target: str
+    mapper: str
+    mapper_hash: str
+    mapped_tokens: int
+    native_tokens: int
+    exact: bool = False

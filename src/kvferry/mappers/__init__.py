@@ -1,0 +1,1 @@
+"""Mappers: from one model's position-free KV to another's."""

@@ -1,0 +1,164 @@
+"""The one form that every closed-form method folds to, and the hot path of a hand-off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvferry.lm.content import ContentKV
+from kvferry.lm.geometry import KVGeometry
+from kvferry.mappers.inputs import MapperInputs, SourceCode
+from kvferry.mappers.layout import COMPONENTS, Component, FeatureBlock, source_layers_read
+
+PANEL_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class AffineGroup:
+    """Target layers that read the same features and attend over the same window.
+
+    ``y = (x - input_mean) @ weight + output_mean``: centred inputs keep low-precision products
+    accurate.
+
+    Args:
+        component: keys or values.
+        target_layers: whose features lie side by side in the output.
+        blocks: the input features, in column order.
+        weight: ``[inputs, outputs]``.
+    """
+
+    component: Component
+    target_layers: tuple[int, ...]
+    blocks: tuple[FeatureBlock, ...]
+    weight: Float[Tensor, "inputs outputs"]
+    input_mean: Float[Tensor, " inputs"]
+    output_mean: Float[Tensor, " outputs"]
+
+
+@dataclass(frozen=True)
+class AffineMapper:
+    """Maps source content and anchors to target content by one matrix product a group.
+
+    Args:
+        source, target: geometries of the two models.
+        groups: the affine maps; together they cover every target layer that is not native.
+        code: projections behind "code" blocks, or None.
+        native_layers: target layers ``0 .. native_layers - 1`` are exact: layer 0 from the anchors,
+            the others from a native prefix.
+        product_dtype: number format of the matrix products; sums stay in fp32 registers.
+    """
+
+    source: KVGeometry
+    target: KVGeometry
+    groups: tuple[AffineGroup, ...]
+    code: SourceCode | None = None
+    native_layers: int = 0
+    product_dtype: torch.dtype = torch.float32
+
+    def with_precision(self, dtype: torch.dtype) -> AffineMapper:
+        """The same mapper with weights and products in ``dtype``."""
+        groups = tuple(replace(g, weight=g.weight.to(dtype)) for g in self.groups)
+        return replace(self, groups=groups, product_dtype=dtype)
+
+    @property
+    def blocks(self) -> tuple[FeatureBlock, ...]:
+        """Every input block that some group reads."""
+        return tuple(sorted({block for group in self.groups for block in group.blocks}))
+
+    @property
+    def source_layers(self) -> dict[Component, list[int]]:
+        """Source layers that must be stripped, by component: nothing else is touched."""
+        return source_layers_read(self.blocks, len(self.source.layers))
+
+    @property
+    def parameters(self) -> int:
+        """Coefficients of the maps and of the code, means included."""
+        count = sum(
+            g.weight.numel() + g.input_mean.numel() + g.output_mean.numel() for g in self.groups
+        )
+        code = self.code.projection.values() if self.code is not None else ()
+        return count + sum(projection.numel() for projection in code)
+
+    @property
+    def storage_bytes(self) -> int:
+        """Bytes of the coefficients in their present number formats."""
+        tensors = [t for g in self.groups for t in (g.weight, g.input_mean, g.output_mean)]
+        if self.code is not None:
+            tensors += list(self.code.projection.values())
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    def map(self, inputs: MapperInputs, first_tokens: Sequence[int]) -> ContentKV:
+        """Target content of one context.
+
+        Args:
+            inputs: source content, alignment and anchors of one row.
+            first_tokens: by target layer, the first token that the layer still needs; windowed
+                layers come out shorter.
+        """
+        inputs = replace(inputs, code=self.code, _codes={})
+        out: dict[Component, dict[int, Tensor]] = {"keys": {}, "values": {}}
+        for _, same_inputs in groupby(self._ordered(), key=lambda g: (g.component, g.blocks)):
+            for group, product in self._products(inputs, list(same_inputs), first_tokens):
+                out[group.component].update(self._by_layer(group, product))
+        for layer in range(self.native_layers):
+            exact = inputs.anchors if layer == 0 else inputs.native
+            assert exact is not None, "the hand-off must run the native prefix of this mapper"
+            for component in COMPONENTS:
+                whole = getattr(exact, component)[layer]
+                out[component][layer] = whole[:, :, first_tokens[layer] :]
+        return ContentKV(
+            keys=out["keys"],
+            values=out["values"],
+            positions=inputs.anchors.positions,
+            mask=inputs.anchors.mask,
+        )
+
+    def mean_content(self, like: ContentKV) -> ContentKV:
+        """The calibration mean at every token of ``like``: a control."""
+        out: dict[Component, dict[int, Tensor]] = {
+            component: dict(getattr(like, component)) for component in COMPONENTS
+        }
+        for group in self.groups:
+            mean = self._by_layer(group, group.output_mean[None])
+            for layer, row in mean.items():
+                out[group.component][layer] = row.expand_as(out[group.component][layer])
+        return replace(like, keys=out["keys"], values=out["values"])
+
+    def _ordered(self) -> list[AffineGroup]:
+        return sorted(self.groups, key=lambda g: (g.component, g.blocks))
+
+    def _products(
+        self, inputs: MapperInputs, groups: Sequence[AffineGroup], first_tokens: Sequence[int]
+    ) -> Iterator[tuple[AffineGroup, Float[Tensor, "tokens outputs"]]]:
+        """Build each panel of features once for all groups that read it."""
+        starts = [min(first_tokens[layer] for layer in g.target_layers) for g in groups]
+        device = groups[0].weight.device
+        results = [
+            torch.empty(inputs.tokens - start, g.output_mean.numel(), device=device)
+            for g, start in zip(groups, starts, strict=True)
+        ]
+        for low in range(min(starts), inputs.tokens, PANEL_TOKENS):
+            high = min(low + PANEL_TOKENS, inputs.tokens)
+            rows = inputs.rows(groups[0].blocks, low, high).sub_(groups[0].input_mean)
+            rows = rows.to(self.product_dtype)
+            for group, start, result in zip(groups, starts, results, strict=True):
+                skip = max(start - low, 0)
+                if skip < high - low:
+                    product = rows[skip:] @ group.weight
+                    result[low + skip - start : high - start] = product
+        for group, result in zip(groups, results, strict=True):
+            yield group, result.add_(group.output_mean)
+
+    def _by_layer(self, group: AffineGroup, flat: Tensor) -> dict[int, Tensor]:
+        widths = [self.target.layers[layer].width for layer in group.target_layers]
+        return {
+            layer: part.unflatten(1, (self.target.layers[layer].kv_heads, -1)).transpose(0, 1)[None]
+            for layer, part in zip(
+                group.target_layers, torch.split(flat, widths, dim=1), strict=True
+            )
+        }

@@ -1,0 +1,77 @@
+"""Anchored mapping, ours: what the target knows for free makes a mapped cache recall."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from kvferry.mappers.affine import AffineMapper
+from kvferry.mappers.base import (
+    MapperMethod,
+    Recolouring,
+    Statistics,
+    fit_affine,
+    source_reads,
+)
+from kvferry.mappers.full_head_ridge import select_layers
+from kvferry.mappers.layout import COMPONENTS, FeatureBlock
+from kvferry.stats.recolour import Metric
+
+
+@dataclass(frozen=True)
+class Anchored(MapperMethod):
+    """Ridge from source layers, neighbouring source tokens and the target's own free anchors.
+
+    To copy, a key must say which token stood before it. That cannot be read off one source token,
+    but layer-0 keys and values of a token and its predecessors say it, and they are functions of
+    the token ids: no forward pass is run for them.
+
+    Args:
+        source_layers: source layers by single-source R², or "all".
+        anchor_context: predecessors whose layer-0 content is read; -1 reads no anchors.
+        neighbours: read the low-rank code of the source tokens before and after, and of the other
+            component at the token itself.
+        native_layers: target layers taken exactly; layer 0 is free, each further one is run.
+        ridge: penalty as a share of the inputs' mean variance.
+        recolour_metric, recolour_keys, recolour_values: see :class:`HeteroFold`.
+    """
+
+    source_layers: int | Literal["all"] = "all"
+    anchor_context: int = 3
+    neighbours: bool = True
+    native_layers: int = 1
+    ridge: float = 1e-3
+    recolour_metric: Metric = "raw"
+    recolour_keys: float = 1.0
+    recolour_values: float = 0.0
+
+    pretty_name: ClassVar[str] = "Anchored"
+    reference_url: ClassVar[str] = "https://github.com/kvferry/kvferry"
+
+    def fit(self, statistics: Statistics) -> AffineMapper:
+        """One factorisation a component when all source layers are read."""
+        support = select_layers(statistics, self.source_layers)
+        reads = {}
+        for component in COMPONENTS:
+            extra = tuple(b for b in statistics.layouts[component].blocks if self._reads(b))
+            reads[component] = [
+                (*blocks, *extra) for blocks in source_reads(statistics, component, support)
+            ]
+        return fit_affine(
+            statistics,
+            reads,
+            relative_ridge=self.ridge,
+            recolouring=Recolouring(self.recolour_keys, self.recolour_values, self.recolour_metric),
+            native_layers=self.native_layers,
+        )
+
+    def _reads(self, block: FeatureBlock) -> bool:
+        match block.kind:
+            case "source":
+                return False
+            case "code":
+                return self.neighbours
+            case "anchor":
+                return block.index <= self.anchor_context
+            case "native":
+                return block.index < self.native_layers

@@ -1,0 +1,284 @@
+"""A fitted mapper as a folder: weights, manifest, the settings that made it, a model card."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import platform
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import kvferry
+from kvferry.errors import ArtefactError, StorageError
+from kvferry.lm.model import LanguageModel
+from kvferry.mappers.affine import AffineGroup, AffineMapper
+from kvferry.mappers.inputs import SourceCode
+from kvferry.mappers.layout import COMPONENTS, FeatureBlock
+
+FORMAT_VERSION = 1
+WEIGHTS, MANIFEST, CONFIG, CARD = "mapper.safetensors", "manifest.json", "config.yaml", "README.md"
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """What a mapper must find again in a model before it may be used with it."""
+
+    name: str
+    revision: str
+    geometry: str
+    tokenizer: str
+    architecture: str
+    rope_parameters: str
+
+    @classmethod
+    def of(cls, model: LanguageModel) -> ModelIdentity:
+        """Read it off a loaded model."""
+        return cls(
+            name=model.name,
+            revision=model.revision,
+            geometry=model.geometry.fingerprint(),
+            tokenizer=model.tokenizer_hash,
+            architecture=model.geometry.architecture,
+            rope_parameters=model.geometry.rope_parameters,
+        )
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything about a fitted mapper but its weights.
+
+    Args:
+        method, reference_url, fields: how it was fitted.
+        calibration: corpus hash, passages, rows.
+        weights_sha256: digest of the weights file.
+    """
+
+    pair: str
+    method: str
+    reference_url: str
+    fields: dict[str, Any]
+    source: ModelIdentity
+    target: ModelIdentity
+    calibration: dict[str, Any]
+    weights_sha256: str = ""
+    native_layers: int = 0
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    git_commit: str = ""
+    metrics: dict[str, float] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def short_hash(self) -> str:
+        """Ten hex digits that name these weights."""
+        return self.weights_sha256[:10]
+
+
+def save_mapper(folder: Path, mapper: AffineMapper, manifest: Manifest, config: str) -> Manifest:
+    """Write the folder beside its place, then rename: it is whole or not there.
+
+    Args:
+        manifest: what is known but the digest, the groups and the versions, which are filled in.
+        config: the YAML that made it.
+
+    Raises:
+        StorageError: the disk is full or the folder cannot be written.
+    """
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        save_file(_tensors(mapper), temporary / WEIGHTS)
+        complete = Manifest(
+            **{
+                **vars(manifest),
+                "weights_sha256": _sha256(temporary / WEIGHTS),
+                "native_layers": mapper.native_layers,
+                "groups": [_group_record(group) for group in mapper.groups],
+                "versions": {
+                    "kvferry": kvferry.__version__,
+                    "torch": torch.__version__,
+                    "transformers": transformers.__version__,
+                    "python": platform.python_version(),
+                },
+            }
+        )
+        (temporary / MANIFEST).write_text(json.dumps(asdict(complete), indent=2))
+        (temporary / CONFIG).write_text(config)
+        (temporary / CARD).write_text(_card(complete, mapper))
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(temporary, folder)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+            raise
+        raise StorageError(
+            f"The mapper cannot be written to {folder}.",
+            found=os.strerror(error.errno),
+            expected=f"{mapper.storage_bytes / 1e6:.0f} MB of free, writable space",
+            fix="free some space or choose another folder with outputs=DIR",
+        ) from error
+    return complete
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest alone, without weights.
+
+    Raises:
+        ArtefactError: missing, unreadable, or of another format version.
+    """
+    path = folder / MANIFEST
+    try:
+        raw = json.loads(path.read_text())
+        version = raw["format_version"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ArtefactError(
+            f"There is no readable mapper in {folder}.",
+            found=f"{type(error).__name__} in {MANIFEST}",
+            expected=f"{MANIFEST}, {WEIGHTS} and {CONFIG}",
+            fix="fit one with `python run.py`, or name the folder of a fitted mapper",
+        ) from error
+    if version != FORMAT_VERSION:
+        raise ArtefactError(
+            "This mapper was written in another format.",
+            found=f"format version {version}",
+            expected=f"format version {FORMAT_VERSION}",
+            fix="fit it again with this version of kvferry",
+        )
+    try:
+        raw["source"] = ModelIdentity(**raw["source"])
+        raw["target"] = ModelIdentity(**raw["target"])
+        return Manifest(**raw)
+    except (TypeError, KeyError) as error:
+        raise ArtefactError(
+            "The manifest of this mapper is incomplete or edited.",
+            found=str(error),
+            fix="fit the mapper again",
+        ) from error
+
+
+def load_mapper(
+    folder: Path, source: LanguageModel, target: LanguageModel
+) -> tuple[AffineMapper, Manifest]:
+    """Weights and manifest, after every check has passed.
+
+    Raises:
+        ArtefactError: damaged weights, or a mapper of another pair, revision or tokenizer.
+    """
+    manifest = read_manifest(folder)
+    for role, model, expected in (
+        ("source", source, manifest.source),
+        ("target", target, manifest.target),
+    ):
+        _require_same(role, ModelIdentity.of(model), expected)
+    path = folder / WEIGHTS
+    if not path.is_file() or _sha256(path) != manifest.weights_sha256:
+        raise ArtefactError(
+            "The weights of this mapper are missing, truncated or changed.",
+            found=f"{path.stat().st_size} bytes of other content" if path.is_file() else "no file",
+            expected=f"sha256 {manifest.weights_sha256[:16]}…",
+            fix="fit the mapper again, or copy its folder again from where it came",
+        )
+    try:
+        tensors = load_file(path)
+        mapper = _mapper(manifest, tensors, source, target)
+    except (SafetensorError, KeyError, TypeError) as error:
+        raise ArtefactError(
+            "Weights and manifest of this mapper do not belong together.",
+            found=str(error),
+            fix="fit the mapper again",
+        ) from error
+    return mapper, manifest
+
+
+def _require_same(role: str, found: ModelIdentity, expected: ModelIdentity) -> None:
+    differing = [
+        name
+        for name in ("architecture", "geometry", "rope_parameters", "tokenizer", "revision")
+        if getattr(found, name) != getattr(expected, name)
+    ]
+    if differing:
+        what = differing[0]
+        raise ArtefactError(
+            f"This mapper was fitted for another {role}: the {what.replace('_', ' ')} differs.",
+            found=f"{found.name}, {what} {getattr(found, what)}",
+            expected=f"{expected.name}, {what} {getattr(expected, what)}",
+            fix="choose the pair that the mapper names, or fit a mapper for this one",
+        )
+
+
+def _tensors(mapper: AffineMapper) -> dict[str, Tensor]:
+    tensors = {}
+    for index, group in enumerate(mapper.groups):
+        for name in ("weight", "input_mean", "output_mean"):
+            tensors[f"{index}.{name}"] = getattr(group, name).detach().cpu().contiguous()
+    if mapper.code is not None:
+        for component in COMPONENTS:
+            tensors[f"code.{component}"] = mapper.code.projection[component].cpu().contiguous()
+    return tensors
+
+
+def _group_record(group: AffineGroup) -> dict[str, Any]:
+    return {
+        "component": group.component,
+        "target_layers": list(group.target_layers),
+        "blocks": [[b.kind, b.component, b.index, b.width] for b in group.blocks],
+    }
+
+
+def _mapper(
+    manifest: Manifest, tensors: dict[str, Tensor], source: LanguageModel, target: LanguageModel
+) -> AffineMapper:
+    groups = tuple(
+        AffineGroup(
+            component=record["component"],
+            target_layers=tuple(record["target_layers"]),
+            blocks=tuple(FeatureBlock(*block) for block in record["blocks"]),
+            weight=tensors[f"{index}.weight"].to(target.device),
+            input_mean=tensors[f"{index}.input_mean"].to(target.device),
+            output_mean=tensors[f"{index}.output_mean"].to(target.device),
+        )
+        for index, record in enumerate(manifest.groups)
+    )
+    code = None
+    if "code.keys" in tensors:
+        code = SourceCode({c: tensors[f"code.{c}"].to(target.device) for c in COMPONENTS})
+    return AffineMapper(source.geometry, target.geometry, groups, code, manifest.native_layers)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _card(manifest: Manifest, mapper: AffineMapper) -> str:
+    fields = "\n".join(f"| {name} | {value} |" for name, value in manifest.fields.items())
+    return f"""---
+library_name: kvferry
+tags: [kv-cache, cache-transfer]
+---
+# {manifest.source.name} to {manifest.target.name}: {manifest.method}
+
+Carries the KV cache of **{manifest.source.name}** over to **{manifest.target.name}**; both models
+stay as they are. Method: [{manifest.method}]({manifest.reference_url}).
+
+| | |
+|---|---|
+| parameters | {mapper.parameters / 1e6:.1f} M |
+| storage | {mapper.storage_bytes / 1e6:.0f} MB |
+| calibration | {json.dumps(manifest.calibration)} |
+{fields}
+
+What it maps is an approximation of the target's own cache. Read the numbers of the run that made
+it (`report.html` beside this folder) before relying on it.
+"""

@@ -1,0 +1,171 @@
+"""The contract of a mapper method, and the fit that every closed-form method shares."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from kvferry.align.layers import LayerSupport
+from kvferry.lm.geometry import KVGeometry
+from kvferry.mappers.affine import AffineGroup, AffineMapper
+from kvferry.mappers.inputs import SourceCode
+from kvferry.mappers.layout import Component, FeatureBlock, FeatureLayout
+from kvferry.stats.moments import Moments
+from kvferry.stats.recolour import Metric, recolour
+from kvferry.stats.ridge import RidgeFactor
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What calibration leaves behind: one all-layer Gram a component, and how to read it.
+
+    Args:
+        source, target: geometries of the two models.
+        layouts: the input columns of each component's moments; output columns are the target's
+            layers in order.
+        moments: by component.
+        code: the source code that "code" columns were made with.
+    """
+
+    source: KVGeometry
+    target: KVGeometry
+    layouts: dict[Component, FeatureLayout]
+    moments: dict[Component, Moments]
+    code: SourceCode | None
+
+
+@dataclass(frozen=True)
+class Recolouring:
+    """How far predictions get the covariance of the target back.
+
+    Args:
+        keys, values: strength from 0 (ridge) to 1 (the target's covariance).
+        metric: "raw" for least error at that covariance, "whitened" as in HeteroFold.
+    """
+
+    keys: float = 0.0
+    values: float = 0.0
+    metric: Metric = "raw"
+
+    def strength(self, component: Component) -> float:
+        """Strength for ``component``."""
+        return self.keys if component == "keys" else self.values
+
+
+class MapperMethod(ABC):
+    """A way to fit a mapper. Its dataclass fields are its hyper-parameters."""
+
+    pretty_name: ClassVar[str]
+    reference_url: ClassVar[str]
+    needs_moments: ClassVar[bool] = True
+
+    @abstractmethod
+    def fit(self, statistics: Statistics) -> AffineMapper:
+        """Fit to the statistics of a calibration text."""
+
+
+def source_reads(
+    statistics: Statistics, component: Component, support: LayerSupport
+) -> list[tuple[FeatureBlock, ...]]:
+    """By target layer, the source blocks of its supported layers."""
+    blocks = statistics.layouts[component].of_kind("source")
+    return [tuple(blocks[layer] for layer in layers) for layers in support.layers]
+
+
+def fit_affine(
+    statistics: Statistics,
+    reads: Mapping[Component, Sequence[tuple[FeatureBlock, ...]]],
+    *,
+    relative_ridge: float | None,
+    absolute_ridge: float | None = None,
+    recolouring: Recolouring,
+    native_layers: int = 0,
+) -> AffineMapper:
+    """Ridge, then recolouring, for every target layer from its own blocks.
+
+    Args:
+        reads: by component, the blocks of each target layer, native ones included (ignored).
+        relative_ridge, absolute_ridge: penalty as a share of the inputs' mean variance, or as is.
+
+    Layers with the same blocks share one factorisation; groups are also split by window, so that
+    windowed layers can be mapped over fewer tokens.
+    """
+    groups: list[AffineGroup] = []
+    for component, by_layer in reads.items():
+        layout, moments = statistics.layouts[component], statistics.moments[component]
+        for blocks in dict.fromkeys(by_layer[native_layers:]):
+            layers = [i for i, b in enumerate(by_layer) if b == blocks and i >= native_layers]
+            part = moments.select(layout.columns(blocks), output_columns(statistics.target, layers))
+            factor = RidgeFactor.of(part, relative=relative_ridge, absolute=absolute_ridge)
+            weight = factor.solve(part.c_xy)
+            del factor
+            strength = recolouring.strength(component)
+            if strength > 0:
+                weight = _recoloured(part, weight, recolouring.metric, strength)
+            groups += _split_by_window(statistics.target, component, layers, blocks, part, weight)
+    return AffineMapper(
+        source=statistics.source,
+        target=statistics.target,
+        groups=tuple(groups),
+        code=statistics.code if _reads_code(groups) else None,
+        native_layers=native_layers,
+    )
+
+
+def _recoloured(
+    moments: Moments, weight: Float[Tensor, "p q"], metric: Metric, strength: float
+) -> Float[Tensor, "p q"]:
+    predicted = moments.scatter_xx @ weight / moments.weight
+    cross = moments.c_xy
+    out = torch.empty_like(weight)
+    for block, c_yy in zip(moments.y_blocks, moments.c_yy, strict=True):
+        w = weight[:, block]
+        turn = recolour(
+            w.T @ predicted[:, block], w.T @ cross[:, block], c_yy, metric=metric, strength=strength
+        )
+        out[:, block] = w @ turn
+    return out
+
+
+def _split_by_window(
+    target: KVGeometry,
+    component: Component,
+    layers: Sequence[int],
+    blocks: tuple[FeatureBlock, ...],
+    moments: Moments,
+    weight: Float[Tensor, "p q"],
+) -> list[AffineGroup]:
+    groups = []
+    mean_x, mean_y = moments.mean_x, moments.mean_y
+    for window in dict.fromkeys(target.layers[layer].window for layer in layers):
+        same = [place for place, i in enumerate(layers) if target.layers[i].window == window]
+        columns = torch.cat(
+            [torch.arange(moments.y_blocks[p].start, moments.y_blocks[p].stop) for p in same]
+        )
+        groups.append(
+            AffineGroup(
+                component=component,
+                target_layers=tuple(layers[place] for place in same),
+                blocks=blocks,
+                weight=weight[:, columns].float().contiguous(),
+                input_mean=mean_x.float(),
+                output_mean=mean_y[columns].float(),
+            )
+        )
+    return groups
+
+
+def output_columns(target: KVGeometry, layers: Sequence[int]) -> Int64[Tensor, " columns"]:
+    """Columns of some target layers among all of them side by side."""
+    starts = [0, *torch.tensor(target.widths).cumsum(0).tolist()]
+    return torch.cat([torch.arange(starts[layer], starts[layer + 1]) for layer in layers])
+
+
+def _reads_code(groups: Sequence[AffineGroup]) -> bool:
+    return any(block.kind == "code" for group in groups for block in group.blocks)

@@ -1,0 +1,56 @@
+"""HeteroFold: structural alignment, then a map to the receiver's mean and covariance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from kvferry.align.layers import all_layers, relative_depth
+from kvferry.mappers.affine import AffineMapper
+from kvferry.mappers.base import (
+    MapperMethod,
+    Recolouring,
+    Statistics,
+    fit_affine,
+    source_reads,
+)
+from kvferry.mappers.layout import COMPONENTS
+from kvferry.stats.recolour import Metric
+
+
+@dataclass(frozen=True)
+class HeteroFold(MapperMethod):
+    """Source layers at the same relative depth, ridge, recolouring; all heads to all heads.
+
+    Args:
+        window: source layers around the same relative depth (the paper: 3), or "all".
+        ridge: penalty as a share of the inputs' mean variance.
+        recolour_metric: "whitened" as published, "raw" for least error at that covariance.
+        recolour_keys, recolour_values: strength; 1 restores the receiver's covariance.
+
+    Source: arXiv 2609.32259, without its behavioural calibration.
+    """
+
+    window: int | Literal["all"] = 3
+    ridge: float = 1e-3
+    recolour_metric: Metric = "whitened"
+    recolour_keys: float = 1.0
+    recolour_values: float = 1.0
+
+    pretty_name: ClassVar[str] = "HeteroFold"
+    reference_url: ClassVar[str] = "https://arxiv.org/abs/2609.32259"
+
+    def fit(self, statistics: Statistics) -> AffineMapper:
+        """Relative-depth support, ridge, recolouring."""
+        depth, target_depth = len(statistics.source.layers), len(statistics.target.layers)
+        support = (
+            all_layers(depth, target_depth)
+            if self.window == "all"
+            else relative_depth(depth, target_depth, self.window)
+        )
+        return fit_affine(
+            statistics,
+            {c: source_reads(statistics, c, support) for c in COMPONENTS},
+            relative_ridge=self.ridge,
+            recolouring=Recolouring(self.recolour_keys, self.recolour_values, self.recolour_metric),
+        )

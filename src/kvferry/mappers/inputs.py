@@ -1,0 +1,116 @@
+"""From a source cache and anchors to rows of input features."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from kvferry.align.tokens import TokenAlignment
+from kvferry.lm.content import ContentKV
+from kvferry.mappers.layout import Component, FeatureBlock
+
+
+@dataclass(frozen=True)
+class SourceCode:
+    """A low-rank view of all source layers, for the reads that would be too wide otherwise.
+
+    Args:
+        projection: by component, ``[all source features, code]``.
+    """
+
+    projection: dict[Component, Float[Tensor, "features code"]]
+
+    @property
+    def width(self) -> int:
+        """Features of one component's code."""
+        return self.projection["keys"].shape[1]
+
+
+@dataclass(frozen=True)
+class MapperInputs:
+    """What a mapper may read of one context, all of it without positions.
+
+    Args:
+        source: content of the source at its own tokens, at least of the layers that are read.
+        alignment: source tokens of each target token of the context, prefix included.
+        anchors: the target's layer-0 content of the same target tokens: free, and exact.
+        native: exact content of the target's first layers, where it ran them.
+        code: projections of the source code, if the mapper has one.
+    """
+
+    source: ContentKV
+    alignment: TokenAlignment
+    anchors: ContentKV
+    native: ContentKV | None = None
+    code: SourceCode | None = None
+    _codes: dict[Component, Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def tokens(self) -> int:
+        """Target tokens of the context."""
+        return self.anchors.tokens
+
+    def rows(
+        self, blocks: Sequence[FeatureBlock], start: int, stop: int
+    ) -> Float[Tensor, "rows features"]:
+        """Input features of target tokens ``start`` to ``stop``, fp32, columns as ``blocks``."""
+        width = sum(block.width for block in blocks)
+        out = torch.empty(stop - start, width, device=self.source.mask.device)
+        column = 0
+        for block in blocks:
+            out[:, column : column + block.width] = self._block(block, start, stop)
+            column += block.width
+        return out
+
+    def _block(self, block: FeatureBlock, start: int, stop: int) -> Tensor:
+        match block.kind:
+            case "source":
+                return self._aligned(_component(self.source, block), start, stop)
+            case "code":
+                return self._code(block.component)[self._neighbour(block.index, start, stop)]
+            case "anchor":
+                back = torch.arange(start, stop, device=self.source.mask.device) - block.index
+                anchors = _component(self.anchors, block, layer=0)
+                return _flat(anchors[:, :, back.clamp(min=0)])
+            case "native":
+                assert self.native is not None, "layout asks for a native prefix that nobody ran"
+                return _flat(_component(self.native, block)[:, :, start:stop])
+
+    def _aligned(self, x: Tensor, start: int, stop: int) -> Tensor:
+        """Read at the aligned source tokens without first copying the whole source."""
+        alignment = self.alignment
+        index = alignment.indices[start:stop]
+        if alignment.reads == 1:
+            return _flat(x[:, :, index[:, 0]])
+        gathered = torch.stack([_flat(x[:, :, column]) for column in index.T], dim=1)
+        if alignment.combine == "concatenate":
+            return gathered.flatten(1)
+        return (gathered * alignment.weights[start:stop, :, None]).sum(dim=1)
+
+    def _neighbour(self, step: int, start: int, stop: int) -> Int64[Tensor, " rows"]:
+        last = self.source.tokens - 1
+        return (self.alignment.indices[start:stop, 0] + step).clamp(0, last)
+
+    def _code(self, component: Component) -> Float[Tensor, "source code"]:
+        if component not in self._codes:
+            assert self.code is not None, "layout asks for a code that the mapper lacks"
+            content = getattr(self.source, component)
+            flat = torch.cat([_flat(content[layer]) for layer in sorted(content)], dim=1)
+            self._codes[component] = flat.float() @ self.code.projection[component]
+        return self._codes[component]
+
+
+def _component(content: ContentKV, block: FeatureBlock, layer: int | None = None) -> Tensor:
+    by_layer: dict[int, Tensor] = getattr(content, block.component)
+    return by_layer[block.index if layer is None else layer]
+
+
+def _flat(
+    x: Float[Tensor, "1 heads tokens dim"],
+) -> Float[Tensor, "tokens features"]:
+    """Heads side by side, one row a token."""
+    return x[0].transpose(0, 1).flatten(1)
