@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.app.binding import Mistake, Range, bind, did_you_mean
@@ -94,6 +94,7 @@ def test_did_you_mean_stays_silent_for_something_else() -> None:
     assert did_you_mean("heterofld", ["heterofold", "anchored"]) == " Did you mean `heterofold`?"
 
 
+@settings(deadline=None)
 @given(
     st.builds(
         EvalConfig,
