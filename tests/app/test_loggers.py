@@ -163,11 +163,11 @@ def test_wandb_offline_run_reads_back(
     assert history["ladder/in_domain/mapped/kl"] == 0.25
     assert history["stage/fit_s"] == 1.5
     (run,) = tmp_path.glob("wandb/offline-run-*")
-    table = json.loads((run / "files" / history["tables/latency"]["path"]).read_text())
+    table = json.loads((run / "files" / history["tables/latency/path"]).read_text())
     values = [dict(zip(table["columns"], row, strict=True))["value"] for row in table["data"]]
     assert values == [3.0, 4.0]
-    assert history["rows"]["nrows"] == 6
-    picture = run / "files" / history["figures/r2_by_layer"]["path"]
+    assert history["rows/nrows"] == 6
+    picture = run / "files" / history["figures/r2_by_layer/path"]
     assert picture.read_bytes() == (results[1] / "r2_by_layer.png").read_bytes()
 
 

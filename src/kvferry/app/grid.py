@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from kvferry.app.folder import ROWS, RunFolder
@@ -26,7 +27,7 @@ def summarise(configs: Sequence[RunConfig], console: Console) -> int:
     folders = [RunFolder.of(cfg) for cfg in configs]
     for cfg, folder in zip(configs, folders, strict=True):
         table.add_row(
-            cfg.pair.name, cfg.mapper.name, str(cfg.seed), folder.status, str(folder.path)
+            cfg.pair.name, cfg.mapper.name, str(cfg.seed), folder.status, escape(str(folder.path))
         )
     console.print(table)
     files = [folder.path / ROWS for folder in folders if folder.status == "done"]

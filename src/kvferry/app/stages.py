@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Protocol
 
 from rich.console import Console
+from rich.text import Text
 
 from kvferry.app.folder import FIGURES, REPORT, ROWS, RunFolder
 from kvferry.app.loggers import RunLogger, open_loggers, publish
 from kvferry.app.schema import STAGES, RunConfig, StageName, to_plain
 from kvferry.errors import ConfigurationError, KVFerryError, StorageError
-
-INTERRUPTED = 130
 
 
 class Stage(Protocol):
@@ -58,13 +57,13 @@ def run_stages(
             return _run_locked(cfg, stages, folder, console, opened)
     except KeyboardInterrupt:
         console.show_cursor()
-        console.print(
+        _say(
+            console,
             f"\nInterrupted. The same command resumes: finished stages in {folder.path} are kept.",
-            soft_wrap=True,
         )
         raise
     except KVFerryError as error:
-        console.print(f"[bold red]Stopped.[/] {error}", soft_wrap=True, highlight=False)
+        _say(console, f"Stopped. {error}", "red")
         return 1
 
 
@@ -77,7 +76,7 @@ def _run_locked(
 ) -> int:
     pending = _pending(cfg, folder)
     if not pending:
-        console.print(f"Already finished: {folder.path} (force=true runs it again)", soft_wrap=True)
+        _say(console, f"Already finished: {folder.path} (force=true runs it again)")
         if folder.status != "done":
             folder.succeed()
         return 0
@@ -93,9 +92,10 @@ def _run_locked(
             folder.succeed()
     except Exception as error:
         folder.fail(traceback.format_exc())
-        console.print(_verdict(error, folder), soft_wrap=True, highlight=False, markup=False)
+        _say(console, _verdict(error, folder), "red")
         return 1
-    console.print(_where(folder), soft_wrap=True, highlight=False)
+    report = folder.path / REPORT
+    _say(console, f"Done. {report if report.exists() else folder.path}", "green")
     return 0
 
 
@@ -165,9 +165,9 @@ def _verdict(error: Exception, folder: RunFolder) -> str:
     )
 
 
-def _where(folder: RunFolder) -> str:
-    report = folder.path / REPORT
-    return f"[bold green]Done.[/] {report if report.exists() else folder.path}"
+def _say(console: Console, text: str, style: str = "") -> None:
+    # As it is: messages name settings like stages=[fit], which would be taken for markup.
+    console.print(Text(text, style=style), soft_wrap=True)
 
 
 def describe_plan(cfg: RunConfig) -> Sequence[str]:
