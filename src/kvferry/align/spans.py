@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -44,7 +44,7 @@ class TokenText:
         object.__setattr__(self, "_starts", starts)
 
     @classmethod
-    def from_tokenizer(cls, tokenizer: Any) -> Self:
+    def from_tokenizer(cls, tokenizer: Any) -> TokenText:
         """Read the spelling of a transformers fast tokenizer.
 
         Raises:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Self
 
 import torch
 from jaxtyping import Float, Float64, Int64
@@ -87,7 +86,7 @@ class Moments:
         x: Float[Tensor, "n p"],
         y: Float[Tensor, "n q"],
         weights: Float[Tensor, " n"] | None = None,
-    ) -> Self:
+    ) -> Moments:
         """Add rows, each with its weight (one, unless given).
 
         Raises:
@@ -120,7 +119,7 @@ class Moments:
         self.rows += len(x)
         return self
 
-    def merge(self, other: Self) -> Self:
+    def merge(self, other: Moments) -> Moments:
         """Add the rows that another set of moments has seen; the other one stays as it is.
 
         Raises:
@@ -216,7 +215,7 @@ class Moments:
     @classmethod
     def from_state_dict(
         cls, state: Mapping[str, Tensor], *, panel: int = 4096, device: torch.device | str = "cpu"
-    ) -> Self:
+    ) -> Moments:
         """Moments from `state_dict`; they take over its tensors where the device allows.
 
         Raises:
@@ -236,7 +235,7 @@ class Moments:
             ) from missing
         return out
 
-    def select(self, columns_x: Columns, columns_y: Columns | None = None) -> Self:
+    def select(self, columns_x: Columns, columns_y: Columns | None = None) -> Moments:
         """The moments of some columns alone, as if no others had ever been there.
 
         Args:
@@ -282,7 +281,7 @@ class Moments:
         blocks: Sequence[slice],
         panel: int,
         device: torch.device,
-    ) -> Self:
+    ) -> Moments:
         # On "meta" the constructor checks everything but allocates no sums.
         out = cls(x_width, y_width, y_blocks=blocks, panel=panel, device="meta")
         out.device = device

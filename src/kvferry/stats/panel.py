@@ -22,7 +22,7 @@ class CentredRows:
         count: rows without the spare one.
     """
 
-    rows: Float[Tensor, "count+1 width"]
+    rows: Float[Tensor, "rows width"]
     mean: Float64[Tensor, " width"]
     weight: float
     count: int

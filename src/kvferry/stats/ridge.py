@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Self
 
 import torch
 from jaxtyping import Float
@@ -71,7 +70,7 @@ class RidgeFactor:
     @classmethod
     def of(
         cls, moments: Moments, *, relative: float | None = None, absolute: float | None = None
-    ) -> Self:
+    ) -> RidgeFactor:
         """Factorise the whole Gram of moments without a copy of it beyond the factor."""
         return cls(
             moments.scatter_xx, relative=relative, absolute=absolute, divide_by=moments.weight
