@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import platform
 import subprocess
 import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import transformers
 
 import kvferry
 from kvferry.app.corpora import load_corpora
-from kvferry.app.folder import CONFIG, FIGURES, MAPPER, REPORT, ROWS
+from kvferry.app.folder import CONFIG, MAPPER, REPORT, ROWS
 from kvferry.app.loggers import RunLogger
 from kvferry.app.mapper import build_mapper
 from kvferry.app.progress import progress
@@ -135,15 +137,14 @@ def report(cfg: RunConfig, folder: Path, log: RunLogger) -> None:
         versions=_versions(),
         samples=samples,
         title=f"{cfg.source.name} to {cfg.target.name}, {cfg.mapper.name}",
-        figures=folder / FIGURES,
     )
 
 
 def _reader(cfg: RunConfig) -> PairReader:
     if cfg.trainer.threads is not None:
         torch.set_num_threads(cfg.trainer.threads)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     device = _device(cfg)
 
     def load(spec: Any) -> Any:
@@ -192,17 +193,20 @@ def _statistics(
         return Statistics(
             reader.source.geometry, reader.target.geometry, plan.layouts(reader), {}, None
         )
-    return collect_statistics(
-        reader,
-        texts,
-        plan,
-        cache_root(_cache(cfg)) / "moments",
-        _trainer(cfg),
-        batch_size=cfg.trainer.batch_size,
-    )
+    with progress("read calibration text", len(texts)) as step:
+        return collect_statistics(
+            reader,
+            texts,
+            plan,
+            _trainer(cfg),
+            cache_root(_cache(cfg)) / "moments",
+            batch_size=cfg.trainer.batch_size,
+            each=step,
+        )
 
 
 def _trainer(cfg: RunConfig) -> pytorch_lightning.Trainer:
+    logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module="pytorch_lightning")
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
     return pytorch_lightning.Trainer(
@@ -234,7 +238,8 @@ def _score(
         conditions=cfg.eval.conditions,
         seed=cfg.seed,
     )
-    results, kept = [], []
+    results: list[ContextResult] = []
+    kept: list[EvalContext] = []
     other = read_context(handoff.reader, texts[-1], shape)
     with progress(f"score {split}", len(texts)) as step:
         for text in texts:
@@ -294,6 +299,6 @@ def _versions() -> dict[str, str]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "pytorch-lightning": pytorch_lightning.__version__,
+        "pytorch-lightning": version("pytorch-lightning"),
         "platform": platform.platform(),
     }

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.calibration.corpus import Passage
-from kvferry.errors import DataUnavailableError
+from kvferry.errors import DataUnavailableError, KVFerryError
 from kvferry.lm.store import cache_root, storage_errors
 
 _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
@@ -117,7 +117,9 @@ def _load_dataset(path: str, *, what: str, **options: Any) -> Any:
     try:
         with storage_errors(cache_root()):
             return load_dataset(path, **options)
-    except (OSError, ValueError, RuntimeError, ConnectionError) as error:
+    except KVFerryError:
+        raise
+    except Exception as error:
         # The cause names the broken line of a file; the outer message only says "failed".
         reason = (str(error.__cause__ or error).strip() or type(error).__name__).splitlines()[0]
         raise DataUnavailableError(

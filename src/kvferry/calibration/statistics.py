@@ -6,16 +6,15 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 from pytorch_lightning import LightningModule, Trainer
 from safetensors.torch import load_file, save_file
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from kvferry.calibration.code import fit_source_code
 from kvferry.calibration.reader import PairReader, PairTrace, TokenPair
@@ -43,7 +42,7 @@ class CalibrationPlan:
     passage_tokens: int = 1000
     code_width: int = 320
     anchor_context: int = 3
-    native_layers: int = 1
+    native_layers: int = 4
     seed: int = 0
 
     def layouts(self, reader: PairReader) -> dict[Component, FeatureLayout]:
@@ -56,7 +55,7 @@ class CalibrationPlan:
                 target,
                 code_width=min(self.code_width, sum(source.widths)),
                 anchor_context=self.anchor_context,
-                native_layers=self.native_layers,
+                native_layers=min(self.native_layers, len(target.layers)),
                 reads=2 if reader.mode == "owner_previous" else 1,
             )
             for component in COMPONENTS
@@ -87,20 +86,26 @@ class MomentsModule(LightningModule):
         layouts: dict[Component, FeatureLayout],
         code: SourceCode | None,
         moments: dict[Component, Moments],
+        each: Callable[[int], None] = lambda passages: None,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
         # A plain list keeps the frozen models out of the module's own parameters.
         self._reader = [reader]
-        self.layouts, self.code, self.moments = layouts, code, moments
-        self.passages = 0
+        self.layouts, self.code, self.moments, self.each = layouts, code, moments, each
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def training_step(self, batch: list[TokenPair], batch_idx: int) -> None:
         """Read one batch of texts with both models and count its shared-boundary rows."""
         for trace in self._reader[0].read(batch):
             self.add(trace)
-        self.passages += len(batch)
+        self.each(len(batch))
+
+    def transfer_batch_to_device(
+        self, batch: list[TokenPair], device: torch.device, dataloader_idx: int
+    ) -> list[TokenPair]:
+        """Token ids go to each model's own device when they are read."""
+        return batch
 
     def add(self, trace: PairTrace) -> None:
         """Count the rows of target tokens that end where a source token ends."""
@@ -126,12 +131,14 @@ def collect_statistics(
     folder: Path,
     batch_size: int = 1,
     save_every: int = 64,
+    each: Callable[[int], None] = lambda passages: None,
 ) -> Statistics:
     """Moments of ``texts``, from ``folder`` where they are already there.
 
     Args:
         folder: holds one folder a key; a partly collected one is taken up where it stopped.
         save_every: passages between two saves.
+        each: told how many more passages are done, for a progress bar.
 
     Raises:
         InputError: no passage can be read.
@@ -146,19 +153,29 @@ def collect_statistics(
     else:
         code = _code(reader, pairs, plan)
         moments, done = {c: _empty(reader, layouts[c]) for c in COMPONENTS}, 0
-    module = MomentsModule(reader, layouts, code, moments)
-    try:
-        while done < len(pairs):
-            part = pairs[done : done + save_every]
-            loader: DataLoader[Any] = DataLoader(part, batch_size=batch_size, collate_fn=list)  # type: ignore[arg-type]
-            trainer.fit(module, loader)
-            if trainer.interrupted:
-                raise KeyboardInterrupt
-            done += len(part)
-            _save(place, code, moments, done)
-    finally:
-        del module
+    module = MomentsModule(reader, layouts, code, moments, each)
+    each(done)
+    while done < len(pairs):
+        part = pairs[done : done + save_every]
+        trainer.fit(module, DataLoader(_Texts(part), batch_size=batch_size, collate_fn=list))
+        if trainer.interrupted:
+            raise KeyboardInterrupt
+        done += len(part)
+        _save(place, code, moments, done)
     return Statistics(reader.source.geometry, reader.target.geometry, layouts, moments, code)
+
+
+class _Texts(Dataset[TokenPair]):
+    """Tokenised passages as Lightning wants them."""
+
+    def __init__(self, pairs: Sequence[TokenPair]) -> None:
+        self.pairs = pairs
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, index: int) -> TokenPair:
+        return self.pairs[index]
 
 
 def _code(

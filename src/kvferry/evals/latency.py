@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 import torch
 
 from kvferry.handoff.handoff import Handoff

