@@ -15,9 +15,9 @@ Maker = Callable[..., list[ResultRow]]
 
 def printed(rows: list[ResultRow], width: int = 100, *, styles: bool = False) -> str:
     stream = io.StringIO()
-    print_tables(
-        rows, Console(file=stream, width=width, force_terminal=styles, color_system="standard")
-    )
+    color = "standard" if styles else None
+    console = Console(file=stream, width=width, force_terminal=styles, color_system=color)
+    print_tables(rows, console)
     return stream.getvalue()
 
 
