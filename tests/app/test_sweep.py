@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import pytest
 from omegaconf import OmegaConf
 
 from kvferry.app import arguments
 from kvferry.app.compose import compose
 from kvferry.app.folder import RunFolder
+from kvferry.app.loggers import summary
+from kvferry.results.rows import read_rows
 
 ROOT = Path(__file__).parents[2]
 SWEEP = ROOT / "sweeps" / "mappers.yaml"
@@ -71,9 +72,6 @@ def test_every_point_composes() -> None:
     assert len({tuple(command) for command in commands}) == len(commands)
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("kvferry.app.pipeline") is None, reason="no pipeline to run yet"
-)
 def test_the_agents_command_runs(tmp_path: Path) -> None:
     command = agent_commands()[0]
     text = tmp_path / "text.txt"
@@ -95,3 +93,6 @@ def test_the_agents_command_runs(tmp_path: Path) -> None:
     folder = RunFolder.of(compose([*words, *more]))
     assert folder.status == "done"
     assert list(folder.path.glob("wandb/offline-run-*"))
+    logged = summary([asdict(row) for row in read_rows(folder.path / "rows.parquet")])
+    # The split is the domain's name: here the file's.
+    assert sweep()["metric"]["name"].replace("wikipedia", "text") in logged
