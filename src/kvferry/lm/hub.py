@@ -60,6 +60,10 @@ def _refusal(spec: ModelSpec, error: Exception) -> ModelUnavailableError | None:
         "is not on the hub under this name and revision",
         f"Check {page} (a private or gated model also needs `hf auth login`).",
     )
+    failed = (
+        "cannot be fetched from the hub",
+        f"Try again later, and check {page} and `hf auth login`; or set `folder`.",
+    )
     malformed = ("has a malformed hub name", "Write it as owner/name.")
     # From the special to the general: the first kind that fits is told.
     kinds: list[tuple[type[Exception], tuple[str, str]]] = [
@@ -70,6 +74,7 @@ def _refusal(spec: ModelSpec, error: Exception) -> ModelUnavailableError | None:
         (errors.RevisionNotFoundError, absent),
         (errors.EntryNotFoundError, absent),
         (errors.HFValidationError, malformed),
+        (errors.HfHubHTTPError, failed),
         (httpx.HTTPError, silent),
         (ConnectionError, silent),
     ]
