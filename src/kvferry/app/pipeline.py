@@ -46,7 +46,7 @@ SAMPLES = "samples.json"
 def fit(cfg: RunConfig, folder: Path, log: RunLogger) -> None:
     """Read the calibration text with both models, fit, write the artefact."""
     method: MapperMethod = build_mapper(cfg.mapper)
-    reader = _reader(cfg)
+    reader = load_reader(cfg)
     corpora = load_corpora(cfg, cache_root(_cache(cfg)))
     texts = corpora.calibration
     started = time.perf_counter()
@@ -93,7 +93,7 @@ def fit(cfg: RunConfig, folder: Path, log: RunLogger) -> None:
 
 def evaluate(cfg: RunConfig, folder: Path, log: RunLogger) -> None:
     """Measure quality against every control, then latency; write `rows.parquet`."""
-    reader = _reader(cfg)
+    reader = load_reader(cfg)
     handoff, stamp = _handoff(cfg, folder, reader)
     corpora = load_corpora(cfg, cache_root(_cache(cfg)))
     rows: list[ResultRow] = size_rows(stamp, handoff.mapper)
@@ -140,7 +140,8 @@ def report(cfg: RunConfig, folder: Path, log: RunLogger) -> None:
     )
 
 
-def _reader(cfg: RunConfig) -> PairReader:
+def load_reader(cfg: RunConfig) -> PairReader:
+    """Both models of a run, ready to read."""
     if cfg.trainer.threads is not None:
         torch.set_num_threads(cfg.trainer.threads)
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
@@ -223,7 +224,7 @@ def _trainer(cfg: RunConfig) -> pytorch_lightning.Trainer:
 def _score(
     cfg: RunConfig, handoff: Handoff, split: str, texts: Sequence[str]
 ) -> tuple[list[ContextResult], list[EvalContext]]:
-    """Contexts one by one; the one before lends its text to `wrong_passage`."""
+    """Contexts one by one; the one before lends its cache to `wrong_passage`."""
     shape = ContextShape(
         context_tokens=cfg.eval.context_tokens,
         continuation_tokens=cfg.eval.continuation_tokens,
@@ -240,14 +241,14 @@ def _score(
     )
     results: list[ContextResult] = []
     kept: list[EvalContext] = []
-    other = read_context(handoff.reader, texts[-1], shape)
+    wrong = ladder.mapped_content(read_context(handoff.reader, texts[-1], shape))
     with progress(f"score {split}", len(texts)) as step:
         for text in texts:
             context = read_context(handoff.reader, text, shape)
-            results.append(ladder.score(context, other))
+            results.append(ladder.score(context, wrong))
+            wrong = ladder.mapped_content(context)
             if len(kept) < cfg.eval.samples:
                 kept.append(context)
-            other = context
             step()
     return results, kept
 
@@ -260,7 +261,7 @@ def _sample(cfg: RunConfig, handoff: Handoff, context: EvalContext) -> Continuat
         native_tail=cfg.eval.native_tail,
         conditions=(),
         seed=cfg.seed,
-    ).builds(context, context)
+    ).builds(context, context.trace.target)
     made = {
         name: continue_text(handoff, ladder_builds[name](), context, cfg.eval.continuation_tokens)
         for name in ("native", "mapped", "mapped_tail")

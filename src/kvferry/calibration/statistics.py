@@ -25,6 +25,9 @@ from kvferry.mappers.layout import COMPONENTS, Component, FeatureLayout, compone
 from kvferry.stats.moments import Moments
 
 CODE_PASSAGES = 12
+MIN_SHARED = 0.9
+"""Below this share of shared token boundaries, dropping the other rows costs more than it cleans:
+the hand-off will meet them all the time."""
 
 
 @dataclass(frozen=True)
@@ -86,17 +89,19 @@ class MomentsModule(LightningModule):
         layouts: dict[Component, FeatureLayout],
         code: SourceCode | None,
         moments: dict[Component, Moments],
+        shared_only: bool,
         each: Callable[[int], None] = lambda passages: None,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
         # A plain list keeps the frozen models out of the module's own parameters.
         self._reader = [reader]
-        self.layouts, self.code, self.moments, self.each = layouts, code, moments, each
+        self.layouts, self.code, self.moments = layouts, code, moments
+        self.shared_only, self.each = shared_only, each
 
     @torch.no_grad()
     def training_step(self, batch: list[TokenPair], batch_idx: int) -> None:
-        """Read one batch of texts with both models and count its shared-boundary rows."""
+        """Read one batch of texts with both models and count its rows."""
         for trace in self._reader[0].read(batch):
             self.add(trace)
         self.each(len(batch))
@@ -108,16 +113,17 @@ class MomentsModule(LightningModule):
         return batch
 
     def add(self, trace: PairTrace) -> None:
-        """Count the rows of target tokens that end where a source token ends."""
+        """Count the rows of one text: all, or those whose token ends where a source token ends."""
         inputs, tokens = trace.inputs(self.code), trace.target.tokens
-        exact = trace.tokens.alignment.exact.clone()
-        sink = len(self._reader[0].target.sink_ids)
-        exact[: sink + 1] = False
+        exact = trace.tokens.alignment.exact
+        counted = exact.clone() if self.shared_only else torch.ones_like(exact)
+        # The prefix stays native, and the first token after it has no left context to tell of.
+        counted[: len(self._reader[0].target.sink_ids) + 1] = False
         for component in COMPONENTS:
             content: dict[int, torch.Tensor] = getattr(trace.target, component)
             wanted = torch.cat([x[0].transpose(0, 1).flatten(1) for x in content.values()], dim=1)
             rows = inputs.rows(self.layouts[component].blocks, 0, tokens)
-            self.moments[component].update(rows[exact], wanted[exact])
+            self.moments[component].update(rows[counted], wanted[counted])
 
     def configure_optimizers(self) -> None:
         """None: closed form."""
@@ -151,9 +157,9 @@ def collect_statistics(
     if (place / "progress.json").exists():
         code, moments, done = _load(place)
     else:
-        code = _code(reader, pairs, plan)
-        moments, done = {c: _empty(reader, layouts[c]) for c in COMPONENTS}, 0
-    module = MomentsModule(reader, layouts, code, moments, each)
+        code = source_code(reader, pairs, plan)
+        moments, done = {c: empty_moments(reader, layouts[c]) for c in COMPONENTS}, 0
+    module = MomentsModule(reader, layouts, code, moments, mostly_shared(pairs), each)
     each(done)
     while done < len(pairs):
         part = pairs[done : done + save_every]
@@ -163,6 +169,12 @@ def collect_statistics(
         done += len(part)
         _save(place, code, moments, done)
     return Statistics(reader.source.geometry, reader.target.geometry, layouts, moments, code)
+
+
+def mostly_shared(pairs: Sequence[TokenPair]) -> bool:
+    """Whether nearly all target tokens end at a source token's end."""
+    exact = torch.cat([pair.alignment.exact for pair in pairs])
+    return bool(exact.double().mean() >= MIN_SHARED)
 
 
 class _Texts(Dataset[TokenPair]):
@@ -178,9 +190,10 @@ class _Texts(Dataset[TokenPair]):
         return self.pairs[index]
 
 
-def _code(
+def source_code(
     reader: PairReader, pairs: Sequence[TokenPair], plan: CalibrationPlan
 ) -> SourceCode | None:
+    """The source code of a few of the passages, or None where the plan wants none."""
     if plan.code_width == 0:
         return None
     samples: dict[Component, list[torch.Tensor]] = {c: [] for c in COMPONENTS}
@@ -195,7 +208,8 @@ def _code(
     return fit_source_code(samples, plan.code_width, plan.seed)
 
 
-def _empty(reader: PairReader, layout: FeatureLayout) -> Moments:
+def empty_moments(reader: PairReader, layout: FeatureLayout) -> Moments:
+    """Moments of one component, outputs in blocks of a target layer."""
     edges = [0, *torch.tensor(reader.target.geometry.widths).cumsum(0).tolist()]
     blocks = [slice(a, b) for a, b in pairwise(edges)]
     return Moments(layout.width, edges[-1], y_blocks=blocks, device=reader.target.device)

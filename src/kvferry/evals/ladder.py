@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvferry.evals import scoring
 from kvferry.evals.contexts import ContextShape, EvalContext
-from kvferry.evals.scoring import Scores
+from kvferry.evals.scoring import NativeReference, Scores
 from kvferry.handoff.handoff import Handoff, MappedCache
 from kvferry.lm.attention import AttentionCall, record_attention
 from kvferry.lm.cache import copy_cache, read_cache
@@ -62,57 +62,61 @@ class Ladder:
         self.native_tail = native_tail
         self.conditions = tuple(dict.fromkeys(("native", "zero", *conditions)))
         self.seed = seed
+        self._last: tuple[EvalContext, ContentKV] | None = None
 
     @torch.inference_mode()
-    def score(self, context: EvalContext, other: EvalContext) -> ContextResult:
-        """All conditions on ``context``; ``other`` lends its text to ``wrong_passage``."""
+    def score(self, context: EvalContext, wrong: ContentKV) -> ContextResult:
+        """All conditions on ``context``; ``wrong`` is the mapped content of another text."""
         result = ContextResult()
-        builds = self.builds(context, other)
+        builds = self.builds(context, wrong)
         native_cache = builds["native"]()
-        continuation, recall, calls = self._native(native_cache, context)
+        with record_attention(self.handoff.reader.target.model) as recorded:
+            logits = self._ask(native_cache, context.continuation)
+            calls = list(recorded)
+        native = NativeReference.of(logits)
         for condition in self.conditions:
             if condition == "source":
                 result.source_nll = self.source_nll(context)
-                continue
-            if condition not in builds:
-                continue
-            mapped = native_cache if condition == "native" else builds[condition]()
-            if condition == "native":
-                now, later = continuation, recall
-            else:
-                now, later = (
-                    self._ask(mapped, context.continuation),
-                    self._ask(mapped, context.recall),
-                )
-            result.scores[condition] = self._scores(context, continuation, now, later)
-            if condition == "mapped":
-                result.layers[condition] = self._layers(context, mapped, native_cache, calls)
+            elif condition == "native":
+                result.scores[condition] = self._scores(context, native, native_cache, logits)
+            elif condition in builds:
+                mapped = builds[condition]()
+                result.scores[condition] = self._scores(context, native, mapped)
+                if condition == "mapped":
+                    content = self.mapped_content(context)
+                    result.layers[condition] = self._layers(context, content, mapped, calls)
         return result
 
-    def builds(self, context: EvalContext, other: EvalContext) -> Mapping[str, Build]:
+    def mapped_content(self, context: EvalContext) -> ContentKV:
+        """What the hand-off makes of a context; kept until another context is asked for."""
+        if self._last is None or self._last[0] is not context:
+            content = self.handoff.map_content(context.trace.source, context.trace.tokens)
+            self._last = (context, content)
+        return self._last[1]
+
+    def builds(self, context: EvalContext, wrong: ContentKV) -> Mapping[str, Build]:
         """How to make the cache of each condition; nothing is computed before it is asked for."""
         handoff, tokens = self.handoff, context.trace.tokens
-        target = context.trace.target
-
-        def mapped(tail: int = 0) -> ContentKV:
-            return handoff.map_content(context.trace.source, tokens, tail)
+        windows = handoff.first_tokens(context.trace.target.tokens)
 
         def finish(content: ContentKV) -> MappedCache:
             return handoff.finish([content], [tokens])
 
-        def wrong() -> ContentKV:
-            return handoff.map_content(other.trace.source, other.trace.tokens)
+        def control(change: Callable[[ContentKV], ContentKV]) -> MappedCache:
+            return finish(handoff.keep_prefix(change(self.mapped_content(context))))
 
-        windows = handoff.first_tokens(target.tokens)
+        def tail() -> MappedCache:
+            return finish(handoff.map_content(context.trace.source, tokens, self.native_tail))
+
         builds: dict[str, Build] = {
-            "native": lambda: finish(identity_content(target, windows)),
+            "native": lambda: finish(identity_content(context.trace.target, windows)),
             "zero": lambda: finish_prefix(handoff),
-            "mapped": lambda: finish(mapped()),
-            "mapped_tail": lambda: finish(mapped(self.native_tail)),
-            "mean": lambda: finish(handoff.keep_prefix(handoff.mapper.mean_content(mapped()))),
-            "random": lambda: finish(handoff.keep_prefix(random_content(mapped(), self.seed))),
-            "shuffled": lambda: finish(handoff.keep_prefix(shuffled_content(mapped(), self.seed))),
-            "wrong_passage": lambda: finish(wrong()),
+            "mapped": lambda: finish(self.mapped_content(context)),
+            "mapped_tail": tail,
+            "mean": lambda: control(handoff.mapper.mean_content),
+            "random": lambda: control(lambda content: random_content(content, self.seed)),
+            "shuffled": lambda: control(lambda content: shuffled_content(content, self.seed)),
+            "wrong_passage": lambda: finish(wrong),
         }
         source, own = handoff.reader.source, handoff.reader.target
         if source.geometry == own.geometry and source.tokenizer_hash == own.tokenizer_hash:
@@ -134,46 +138,42 @@ class Ladder:
         cache = source.prefill(batch[:, :-kept], mask[:, :-kept]).cache
         logits = source.extend(cache, batch[:, -kept:], mask[:, :-kept])[0]
         wanted = torch.tensor(context.source_continuation, device=source.device)
-        total = scoring.token_nll(logits.float().log_softmax(-1), wanted, 1) * (kept - 1)
+        total = scoring.token_nll(logits, wanted, 1) * (kept - 1)
         per_character = total / context.source_characters
         scored = len(context.continuation) - 1
         return per_character * context.continuation_characters / scored
 
-    def _native(
-        self, cache: MappedCache, context: EvalContext
-    ) -> tuple[Tensor, Tensor, list[AttentionCall]]:
-        with record_attention(self.handoff.reader.target.model) as calls:
-            continuation = self._ask(cache, context.continuation)
-            recorded = list(calls)
-        return continuation, self._ask(cache, context.recall), recorded
-
     def _ask(self, mapped: MappedCache, ids: Sequence[int]) -> Tensor:
-        """Log-probabilities ``[tokens, vocab]`` of ``ids`` on top of a copy of the cache."""
+        """Logits ``[tokens, vocab]`` of ``ids`` on top of a copy of the cache."""
         target = self.handoff.reader.target
         batch = torch.tensor([list(ids)], device=target.device)
-        logits = target.extend(copy_cache(mapped.cache), batch, mapped.mask)
-        return logits[0].float().log_softmax(dim=-1)
+        return target.extend(copy_cache(mapped.cache), batch, mapped.mask)[0]
 
     def _scores(
-        self, context: EvalContext, native: Tensor, continuation: Tensor, recall: Tensor
+        self,
+        context: EvalContext,
+        native: NativeReference,
+        mapped: MappedCache,
+        logits: Tensor | None = None,
     ) -> Scores:
-        ids = torch.tensor(context.continuation, device=native.device)
-        span = torch.tensor(context.recall, device=native.device)
+        logits = self._ask(mapped, context.continuation) if logits is None else logits
+        ids = torch.tensor(context.continuation, device=logits.device)
+        span = torch.tensor(context.recall, device=logits.device)
+        given = max(self.shape.recall_prompt_tokens, 1)
         return Scores(
-            nll=scoring.token_nll(continuation, ids, 1),
-            kl=scoring.mean_kl(native, continuation),
-            top1_agreement=scoring.top1_agreement(native, continuation),
-            recall_nll=scoring.token_nll(recall, span, max(self.shape.recall_prompt_tokens, 1)),
+            nll=scoring.token_nll(logits, ids, 1),
+            kl=scoring.mean_kl(native, logits),
+            top1_agreement=scoring.top1_agreement(native, logits),
+            recall_nll=scoring.token_nll(self._ask(mapped, context.recall), span, given),
         )
 
     def _layers(
         self,
         context: EvalContext,
+        content: ContentKV,
         mapped: MappedCache,
-        native: MappedCache,
         calls: Sequence[AttentionCall],
     ) -> dict[str, list[float]]:
-        content = self.handoff.map_content(context.trace.source, context.trace.tokens)
         prefix = self.handoff.prefix.tokens
         out: dict[str, list[float]] = {name: [] for name in PER_LAYER}
         rotated: list[Any] = read_cache(mapped.cache)

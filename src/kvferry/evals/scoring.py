@@ -26,24 +26,49 @@ class Scores:
     recall_nll: float
 
 
+@dataclass(frozen=True)
+class NativeReference:
+    """The native next-token distributions that every condition is compared with.
+
+    Args:
+        probabilities: ``[tokens, vocab]``.
+        negative_entropy: nats, by position.
+        choice: the most probable token, by position.
+    """
+
+    probabilities: Float[Tensor, "tokens vocab"]
+    negative_entropy: Float[Tensor, " tokens"]
+    choice: Int64[Tensor, " tokens"]
+
+    @classmethod
+    def of(cls, logits: Float[Tensor, "tokens vocab"]) -> NativeReference:
+        """From native logits."""
+        log_probabilities = logits.float().log_softmax(dim=-1)
+        probabilities = log_probabilities.exp()
+        negative_entropy = torch.linalg.vecdot(probabilities, log_probabilities)
+        return cls(probabilities, negative_entropy, logits.argmax(dim=-1))
+
+
 def token_nll(
-    log_probabilities: Float[Tensor, "tokens vocab"], ids: Int64[Tensor, " tokens"], given: int
+    logits: Float[Tensor, "tokens vocab"], ids: Int64[Tensor, " tokens"], given: int
 ) -> float:
-    """Mean NLL of ``ids[given:]``; position i predicts token i + 1."""
-    scored = log_probabilities[given - 1 : -1].gather(1, ids[given:, None])
-    return -float(scored.double().mean())
+    """Mean NLL of ``ids[given:]`` in nats; position i predicts token i + 1."""
+    scored = logits[given - 1 : -1].float()
+    chosen = scored.gather(1, ids[given:, None])[:, 0]
+    return float((scored.logsumexp(dim=-1) - chosen).double().mean())
 
 
-def mean_kl(native: Float[Tensor, "tokens vocab"], other: Float[Tensor, "tokens vocab"]) -> float:
-    """KL(native || other) in nats, averaged over positions."""
-    return float((native.exp() * (native - other)).sum(dim=-1).double().mean())
+def mean_kl(native: NativeReference, logits: Float[Tensor, "tokens vocab"]) -> float:
+    """KL(native || this) in nats, averaged over positions; no second log-softmax is formed."""
+    logits = logits.float()
+    expected = torch.linalg.vecdot(native.probabilities, logits)
+    kl = native.negative_entropy - expected + logits.logsumexp(dim=-1)
+    return float(kl.clamp(min=0).double().mean())
 
 
-def top1_agreement(
-    native: Float[Tensor, "tokens vocab"], other: Float[Tensor, "tokens vocab"]
-) -> float:
+def top1_agreement(native: NativeReference, logits: Float[Tensor, "tokens vocab"]) -> float:
     """Share of positions with the same most probable token."""
-    return float((native.argmax(dim=-1) == other.argmax(dim=-1)).double().mean())
+    return float((native.choice == logits.argmax(dim=-1)).double().mean())
 
 
 def r2_about_mean(

@@ -126,7 +126,7 @@ class AffineMapper:
         for group in self.groups:
             mean = self._by_layer(group, group.output_mean[None])
             for layer, row in mean.items():
-                out[group.component][layer] = row.expand_as(out[group.component][layer])
+                out[group.component][layer] = row.expand_as(out[group.component][layer]).clone()
         return replace(like, keys=out["keys"], values=out["values"])
 
     def _ordered(self) -> list[AffineGroup]:

@@ -1,0 +1,29 @@
+"""Every mapper method once, and every architecture: the generic tests run over both lists."""
+
+from __future__ import annotations
+
+from kvferry.mappers.anchored import Anchored
+from kvferry.mappers.base import MapperMethod
+from kvferry.mappers.full_head_ridge import FullHeadRidge
+from kvferry.mappers.heterofold import HeteroFold
+
+METHODS: dict[str, MapperMethod] = {
+    "full_head_ridge": FullHeadRidge(),
+    "full_head_ridge_top2": FullHeadRidge(source_layers=2),
+    "heterofold": HeteroFold(),
+    "heterofold_all": HeteroFold(window="all", recolour_metric="raw"),
+    "anchored": Anchored(),
+    "anchored_native": Anchored(native_layers=2, recolour_values=0.5),
+}
+
+# Source and target miniatures; together every architecture stands on both sides.
+PAIRS: tuple[tuple[str, str], ...] = (
+    ("llama", "gemma3"),
+    ("gemma3", "llama"),
+    ("llama3", "ministral3"),
+    ("ministral3", "llama3"),
+    ("qwen3", "mistral"),
+    ("mistral", "qwen3"),
+    ("qwen2", "gemma2"),
+    ("gemma2", "qwen2"),
+)
