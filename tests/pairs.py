@@ -53,5 +53,3 @@ def statistics_of(source: str, target: str, passages: int = 12) -> Statistics:
         for trace in traces:
             module.add(trace)
     return Statistics(reader.source.geometry, reader.target.geometry, layouts, moments, code)
-
-

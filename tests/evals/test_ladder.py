@@ -87,7 +87,9 @@ def test_rows_carry_intervals_controls_and_layers() -> None:
         for metric in ("kl", "nll_retention", "recall_kept", "top1_agreement", "perplexity"):
             assert (condition, metric) in found
     assert ("source", "nll") in found and ("identity", "kl") not in found, "other models"
-    layers = [row.layer for row in rows if row.metric == "attention_cosine" and row.layer is not None]
+    layers = [
+        row.layer for row in rows if row.metric == "attention_cosine" and row.layer is not None
+    ]
     assert layers == list(range(len(reader_of("llama", "gemma3").target.geometry.layers)))
     native = {row.metric: row.value for row in rows if row.condition == "native"}
     assert native["kl"] < 1e-5 and native["nll_retention"] == 1.0 and native["recall_kept"] == 1.0

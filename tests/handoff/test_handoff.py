@@ -27,8 +27,10 @@ def logits_after(handoff: Handoff, mapped, ids: list[int]) -> torch.Tensor:  # t
     return handoff.reader.target.extend(mapped.cache, batch, mapped.mask)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "llama3", "qwen2", "qwen3", "gemma2", "gemma3",
-                                          "ministral3", "mistral"])
+@pytest.mark.parametrize(
+    "architecture",
+    ["llama", "llama3", "qwen2", "qwen3", "gemma2", "gemma3", "ministral3", "mistral"],
+)
 def test_the_identity_equals_native_prefill_logit_for_logit(architecture: str) -> None:
     reader = reader_of(architecture, architecture)
     mapper = Identity().fit(statistics_of(architecture, architecture))

@@ -38,7 +38,9 @@ def test_first_layer_content_does_not_depend_on_the_position(pico_model: Languag
     ids = torch.tensor([[token] * 40])
     content = pico_model.content(pico_model.prefill(ids))
     anchors = pico_model.anchors(ids)
-    assert torch.allclose(content.keys[0], content.keys[0][:, :, :1].expand_as(content.keys[0]), atol=1e-5)
+    assert torch.allclose(
+        content.keys[0], content.keys[0][:, :, :1].expand_as(content.keys[0]), atol=1e-5
+    )
     assert torch.allclose(content.keys[0], anchors[0], atol=1e-5)
     assert torch.allclose(content.values[0], anchors[1], atol=1e-5)
     raw = kv_cache.read_cache(pico_model.prefill(ids).cache)[0][0]

@@ -134,9 +134,7 @@ def test_other_weights_of_the_same_shape_are_another_model(saved: Path) -> None:
         load_mapper(saved, pico_language_model(SOURCE, 1), reader.target)
 
 
-def test_a_full_disk_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -156,5 +154,3 @@ def test_a_failed_save_keeps_the_old_mapper(saved: Path, tmp_path: Path) -> None
     with pytest.raises(TypeError):
         save_mapper(folder, mapper, manifest_of(reader), None)  # type: ignore[arg-type]
     assert (folder / artefact.WEIGHTS).read_bytes() == before
-
-

@@ -46,9 +46,7 @@ def explained(mapper: AffineMapper, traces: Sequence[PairTrace], component: str)
 
 @method_of
 @pair_of
-def test_output_has_the_shape_of_the_target(
-    method: MapperMethod, source: str, target: str
-) -> None:
+def test_output_has_the_shape_of_the_target(method: MapperMethod, source: str, target: str) -> None:
     mapper = method.fit(statistics_of(source, target))
     trace = traces_of(source, target, 2)[0]
     out = mapped(mapper, trace)
@@ -97,9 +95,7 @@ def test_full_recolouring_gives_the_target_its_covariance_back(source: str, targ
 
 
 def _output_covariance(mapper, c_xx, layout, component, layer):  # type: ignore[no-untyped-def]
-    (group,) = (
-        g for g in mapper.groups if g.component == component and layer in g.target_layers
-    )
+    (group,) = (g for g in mapper.groups if g.component == component and layer in g.target_layers)
     columns = layout.columns(group.blocks)
     width = mapper.target.layers[layer].width
     start = group.target_layers.index(layer) * width
@@ -152,9 +148,7 @@ def test_only_layers_that_are_read_are_named() -> None:
         layer: x if layer in reads else torch.full_like(x, float("nan"))
         for layer, x in trace.source.keys.items()
     }
-    source = ContentKV(
-        poisoned, trace.source.values, trace.source.positions, trace.source.mask
-    )
+    source = ContentKV(poisoned, trace.source.values, trace.source.positions, trace.source.mask)
     out = mapped(one, PairTrace(trace.tokens, source, trace.target))
     assert all(bool(x.isfinite().all()) for x in out.keys.values())
 

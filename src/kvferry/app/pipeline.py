@@ -27,6 +27,7 @@ from kvferry.app.progress import progress
 from kvferry.app.schema import RunConfig
 from kvferry.calibration.reader import PairReader
 from kvferry.calibration.statistics import CalibrationPlan, collect_statistics
+from kvferry.calibration.trace_store import TraceStore
 from kvferry.evals.contexts import ContextShape, EvalContext, read_context
 from kvferry.evals.ladder import ContextResult, Ladder, finish_prefix
 from kvferry.evals.latency import LatencyBench, affordable_lengths
@@ -241,10 +242,11 @@ def _score(
     )
     results: list[ContextResult] = []
     kept: list[EvalContext] = []
-    wrong = ladder.mapped_content(read_context(handoff.reader, texts[-1], shape))
+    store = TraceStore(cache_root(_cache(cfg)) / "traces", handoff.reader)
+    wrong = ladder.mapped_content(read_context(handoff.reader, texts[-1], shape, store))
     with progress(f"score {split}", len(texts)) as step:
         for text in texts:
-            context = read_context(handoff.reader, text, shape)
+            context = read_context(handoff.reader, text, shape, store)
             results.append(ladder.score(context, wrong))
             wrong = ladder.mapped_content(context)
             if len(kept) < cfg.eval.samples:

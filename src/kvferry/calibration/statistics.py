@@ -90,21 +90,21 @@ class MomentsModule(LightningModule):
         code: SourceCode | None,
         moments: dict[Component, Moments],
         shared_only: bool,
-        each: Callable[[int], None] = lambda passages: None,
+        finished: Callable[[int], None] = lambda passages: None,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
         # A plain list keeps the frozen models out of the module's own parameters.
         self._reader = [reader]
         self.layouts, self.code, self.moments = layouts, code, moments
-        self.shared_only, self.each = shared_only, each
+        self.shared_only, self.finished = shared_only, finished
 
     @torch.no_grad()
     def training_step(self, batch: list[TokenPair], batch_idx: int) -> None:
         """Read one batch of texts with both models and count its rows."""
         for trace in self._reader[0].read(batch):
             self.add(trace)
-        self.each(len(batch))
+        self.finished(len(batch))
 
     def transfer_batch_to_device(
         self, batch: list[TokenPair], device: torch.device, dataloader_idx: int
@@ -159,15 +159,23 @@ def collect_statistics(
     else:
         code = source_code(reader, pairs, plan)
         moments, done = {c: empty_moments(reader, layouts[c]) for c in COMPONENTS}, 0
-    module = MomentsModule(reader, layouts, code, moments, mostly_shared(pairs), each)
     each(done)
-    while done < len(pairs):
-        part = pairs[done : done + save_every]
-        trainer.fit(module, DataLoader(_Texts(part), batch_size=batch_size, collate_fn=list))
+    saved = done
+
+    def finished(passages: int) -> None:
+        nonlocal done, saved
+        done += passages
+        each(passages)
+        if done - saved >= save_every or done == len(pairs):
+            _save(place, code, moments, done)
+            saved = done
+
+    if done < len(pairs):
+        module = MomentsModule(reader, layouts, code, moments, mostly_shared(pairs), finished)
+        rest = _Texts(pairs[done:])
+        trainer.fit(module, DataLoader(rest, batch_size=batch_size, collate_fn=list))
         if trainer.interrupted:
             raise KeyboardInterrupt
-        done += len(part)
-        _save(place, code, moments, done)
     return Statistics(reader.source.geometry, reader.target.geometry, layouts, moments, code)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvferry.calibration.reader import PairReader, PairTrace, TokenPair
+from kvferry.calibration.reader import PairReader, PairTrace
+from kvferry.calibration.trace_store import TraceStore
 from kvferry.errors import InputError
 
 
@@ -44,7 +44,8 @@ class EvalContext:
         trace: position-free caches of context tokens only.
         continuation: the target tokens that follow in the text.
         recall: an early span of the context, to be asked for again.
-        text_after: source tokens of the continuation, for the source's own score.
+        source_continuation: source tokens of the continuation, for the source's own score.
+        source_characters: characters that the scored ones of them spell.
         continuation_characters: characters that the scored continuation tokens spell.
     """
 
@@ -56,8 +57,13 @@ class EvalContext:
     continuation_characters: int
 
 
-def read_context(reader: PairReader, text: str, shape: ContextShape) -> EvalContext:
+def read_context(
+    reader: PairReader, text: str, shape: ContextShape, store: TraceStore | None = None
+) -> EvalContext:
     """Cut a context and its continuation from ``text`` and read it with both models.
+
+    Args:
+        store: keeps what the models have read for the next mapper.
 
     Source tokens that end after the context are not read: nothing of the continuation leaks.
 
@@ -88,7 +94,7 @@ def read_context(reader: PairReader, text: str, shape: ContextShape) -> EvalCont
         target_ids[: prefix + shape.context_tokens],
         source_text[:end],
     )
-    (trace,) = reader.read([tokens])
+    trace = reader.read([tokens])[0] if store is None else store.read(tokens)
     first_scored = int(target_spans[prefix + shape.context_tokens, 1])
     span = body[shape.recall_start : shape.recall_start + shape.recall_tokens]
     return EvalContext(
@@ -99,8 +105,3 @@ def read_context(reader: PairReader, text: str, shape: ContextShape) -> EvalCont
         source_characters=int(ends[covered - 1] - ends[count]) if covered > count else 0,
         continuation_characters=last - first_scored,
     )
-
-
-def tokens_of(contexts: Sequence[EvalContext]) -> list[TokenPair]:
-    """The aligned tokens of each context."""
-    return [context.trace.tokens for context in contexts]

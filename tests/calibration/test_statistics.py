@@ -1,0 +1,113 @@
+"""Calibration resumes, is counted once, and keeps what it has read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import pytorch_lightning
+import torch
+
+from kvferry.calibration.corpus import load_miniature
+from kvferry.calibration.reader import PairReader
+from kvferry.calibration.statistics import CalibrationPlan, collect_statistics
+from kvferry.calibration.trace_store import TraceStore
+from kvferry.errors import InputError
+from kvferry.mappers.base import Statistics
+from kvferry.mappers.layout import COMPONENTS
+from tests.pairs import reader_of, traces_of
+
+PLAN = CalibrationPlan(passage_tokens=80, code_width=8)
+TEXTS = [p.text for p in load_miniature(5, sentences=10, seed=3)]
+
+
+def trainer() -> pytorch_lightning.Trainer:
+    return pytorch_lightning.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=False,
+    )
+
+
+def assert_same(one: Statistics, other: Statistics, tolerance: float = 1e-9) -> None:
+    for component in COMPONENTS:
+        a, b = one.moments[component], other.moments[component]
+        assert a.rows == b.rows
+        for name in ("mean_x", "mean_y", "c_xx", "c_xy"):
+            assert torch.allclose(getattr(a, name), getattr(b, name), rtol=1e-5, atol=tolerance)
+
+
+@pytest.fixture
+def reader() -> PairReader:
+    return reader_of("llama", "gemma3")
+
+
+def test_a_killed_calibration_goes_on_where_it_was(reader: PairReader, tmp_path: Path) -> None:
+    whole = collect_statistics(reader, TEXTS, PLAN, trainer(), tmp_path / "whole")
+    read: list[int] = []
+
+    def die_in_the_third(passages: int) -> None:
+        read.append(passages)
+        if sum(read) == 3:
+            raise RuntimeError("killed")
+
+    with pytest.raises(RuntimeError, match="killed"):
+        collect_statistics(
+            reader, TEXTS, PLAN, trainer(), tmp_path / "cut", save_every=2, each=die_in_the_third
+        )
+    resumed: list[int] = []
+    again = collect_statistics(
+        reader, TEXTS, PLAN, trainer(), tmp_path / "cut", save_every=2, each=resumed.append
+    )
+    assert resumed[0] == 2, "the two saved passages are not read again"
+    assert sum(resumed) == len(TEXTS)
+    assert_same(whole, again, tolerance=1e-6)
+
+
+def test_finished_moments_are_read_from_disk(reader: PairReader, tmp_path: Path) -> None:
+    first = collect_statistics(reader, TEXTS, PLAN, trainer(), tmp_path)
+    told: list[int] = []
+    second = collect_statistics(reader, TEXTS, PLAN, None, tmp_path, each=told.append)  # type: ignore[arg-type]
+    assert told == [len(TEXTS)], "a trainer of None shows that nothing was run"
+    assert_same(first, second)
+    assert PLAN.key(reader, TEXTS) != PLAN.key(reader, TEXTS[:4])
+    assert PLAN.key(reader, TEXTS) != CalibrationPlan(passage_tokens=81).key(reader, TEXTS)
+
+
+def test_batches_with_padding_count_the_same_rows(reader: PairReader, tmp_path: Path) -> None:
+    one = collect_statistics(reader, TEXTS, PLAN, trainer(), tmp_path / "1")
+    two = collect_statistics(reader, TEXTS, PLAN, trainer(), tmp_path / "2", batch_size=2)
+    assert_same(one, two, tolerance=1e-4)
+
+
+def test_nothing_to_calibrate_on_is_said(reader: PairReader, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="nothing to calibrate"):
+        collect_statistics(reader, [], PLAN, trainer(), tmp_path)
+
+
+def test_a_stored_trace_is_the_trace(
+    reader: PairReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = TraceStore(tmp_path, reader)
+    trace = traces_of("llama", "gemma3", 1)[0]
+    store.read(trace.tokens)
+    (path,) = tmp_path.rglob("*.safetensors")
+
+    def unexpected(*_: object) -> None:
+        raise AssertionError("the models were run again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PairReader, "read", unexpected)
+        again = store.read(trace.tokens)
+    for component in COMPONENTS:
+        for side in ("source", "target"):
+            kept = getattr(getattr(again, side), component)
+            fresh = getattr(getattr(trace, side), component)
+            assert list(kept) == list(fresh)
+            assert all(torch.allclose(kept[i], fresh[i], atol=1e-5) for i in fresh)
+    path.write_bytes(path.read_bytes()[:500])
+    assert store.read(trace.tokens).target.tokens == trace.target.tokens, "a torn file is replaced"
+    assert path.stat().st_size > 500 and not list(tmp_path.rglob("*.tmp"))
