@@ -95,7 +95,7 @@ def fit(cfg: RunConfig, folder: Path, log: RunLogger) -> None:
 def evaluate(cfg: RunConfig, folder: Path, log: RunLogger) -> None:
     """Measure quality against every control, then latency; write `rows.parquet`."""
     reader = load_reader(cfg)
-    handoff, stamp = _handoff(cfg, folder, reader)
+    handoff, stamp = load_handoff(cfg, folder, reader)
     corpora = load_corpora(cfg, cache_root(_cache(cfg)))
     rows: list[ResultRow] = size_rows(stamp, handoff.mapper)
     samples: list[ContinuationSample] = []
@@ -163,12 +163,15 @@ def load_reader(cfg: RunConfig) -> PairReader:
     return PairReader(source, source if same else load(cfg.target))
 
 
-def _handoff(cfg: RunConfig, folder: Path, reader: PairReader) -> tuple[Handoff, RowStamp]:
+def load_handoff(
+    cfg: RunConfig, folder: Path, reader: PairReader, map_dtype: torch.dtype | None = None
+) -> tuple[Handoff, RowStamp]:
+    """The fitted mapper of a run, ready to carry caches, and the stamp of its rows."""
     mapper, manifest = load_mapper(folder / MAPPER, reader.source, reader.target)
-    dtype: torch.dtype = getattr(torch, cfg.trainer.map_dtype)
+    configured: torch.dtype = getattr(torch, cfg.trainer.map_dtype)
     handoff = Handoff(
         reader,
-        mapper.with_precision(dtype),
+        mapper.with_precision(configured if map_dtype is None else map_dtype),
         mapper_name=manifest.method,
         mapper_hash=manifest.short_hash,
     )

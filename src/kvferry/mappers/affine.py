@@ -63,7 +63,8 @@ class AffineMapper:
     def with_precision(self, dtype: torch.dtype) -> AffineMapper:
         """The same mapper with weights and products in ``dtype``."""
         groups = tuple(replace(g, weight=g.weight.to(dtype)) for g in self.groups)
-        return replace(self, groups=groups, product_dtype=dtype)
+        code = None if self.code is None else self.code.to(dtype)
+        return replace(self, groups=groups, code=code, product_dtype=dtype)
 
     @property
     def blocks(self) -> tuple[FeatureBlock, ...]:

@@ -24,6 +24,10 @@ class SourceCode:
 
     projection: dict[Component, Float[Tensor, "features code"]]
 
+    def to(self, dtype: torch.dtype) -> SourceCode:
+        """The same code with projections, and their products, in ``dtype``."""
+        return SourceCode({c: p.to(dtype) for c, p in self.projection.items()})
+
     @property
     def width(self) -> int:
         """Features of one component's code."""
@@ -100,7 +104,8 @@ class MapperInputs:
             assert self.code is not None, "layout asks for a code that the mapper lacks"
             content = getattr(self.source, component)
             flat = torch.cat([_flat(content[layer]) for layer in sorted(content)], dim=1)
-            self._codes[component] = flat.float() @ self.code.projection[component]
+            projection = self.code.projection[component]
+            self._codes[component] = (flat.to(projection.dtype) @ projection).float()
         return self._codes[component]
 
 
