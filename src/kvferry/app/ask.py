@@ -6,11 +6,9 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import torch
-
 from kvferry.app.asking import AskRequest
 from kvferry.app.documents import check_length
-from kvferry.app.pipeline import load_reader
+from kvferry.app.pipeline import load_reader, product_dtype
 from kvferry.app.screen import AskScreen, Side
 from kvferry.handoff.handoff import Handoff
 from kvferry.lm.model import LanguageModel
@@ -30,7 +28,7 @@ def ask(request: AskRequest, screen: AskScreen) -> None:
     mapper, manifest = load_mapper(Path(request.mapper), reader.source, reader.target)
     handoff = Handoff(
         reader,
-        mapper.with_precision(getattr(torch, request.config.trainer.map_dtype)),
+        mapper.with_precision(product_dtype(request.config)),
         mapper_name=manifest.method,
         mapper_hash=manifest.short_hash,
         native_tail=request.native_tail,

@@ -168,10 +168,10 @@ def load_handoff(
 ) -> tuple[Handoff, RowStamp]:
     """The fitted mapper of a run, ready to carry caches, and the stamp of its rows."""
     mapper, manifest = load_mapper(folder / MAPPER, reader.source, reader.target)
-    configured: torch.dtype = getattr(torch, cfg.trainer.map_dtype)
+    dtype = product_dtype(cfg) if map_dtype is None else map_dtype
     handoff = Handoff(
         reader,
-        mapper.with_precision(configured if map_dtype is None else map_dtype),
+        mapper.with_precision(dtype),
         mapper_name=manifest.method,
         mapper_hash=manifest.short_hash,
     )
@@ -183,11 +183,21 @@ def load_handoff(
         mapper_hash=manifest.short_hash,
         seed=cfg.seed,
         device=f"{reader.target.device.type}, {torch.get_num_threads()} threads",
-        dtype=f"model {cfg.trainer.model_dtype}, map {cfg.trainer.map_dtype}",
+        dtype=f"model {cfg.trainer.model_dtype}, map {str(dtype).removeprefix('torch.')}",
         config_hash=cfg.config_hash,
         git_commit=_git_commit(),
     )
     return handoff, stamp
+
+
+def product_dtype(cfg: RunConfig) -> torch.dtype:
+    """Number format of the mapper's products on this machine."""
+    if cfg.trainer.map_dtype != "auto":
+        named: torch.dtype = getattr(torch, cfg.trainer.map_dtype)
+        return named
+    on_gpu = _device(cfg) == "cuda"
+    fast = on_gpu or torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    return torch.bfloat16 if fast else torch.float32
 
 
 def _statistics(

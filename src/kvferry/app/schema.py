@@ -116,7 +116,8 @@ class TrainerConfig:
         devices: number of devices, or "auto".
         threads: CPU threads; null leaves them as PyTorch chooses.
         model_dtype: number format of both frozen models.
-        map_dtype: number format of the mapper's products at hand-off.
+        map_dtype: number format of the mapper's products at hand-off; "auto" takes bfloat16 where
+            the machine multiplies it faster.
         batch_size: passages that are read at once.
     """
 
@@ -124,7 +125,7 @@ class TrainerConfig:
     devices: Positive | Literal["auto"] = 1
     threads: Positive | None = None
     model_dtype: Precision = "float32"
-    map_dtype: Precision = "float32"
+    map_dtype: Precision | Literal["auto"] = "auto"
     batch_size: Positive = 1
 
 

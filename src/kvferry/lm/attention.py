@@ -47,7 +47,8 @@ class AttentionCall:
 def record_attention(model: Any) -> Iterator[list[AttentionCall]]:
     """Collect the attention calls of every forward pass inside the block."""
     name = model.config._attn_implementation
-    known = dict(ALL_ATTENTION_FUNCTIONS).get(name)
+    registry: Any = ALL_ATTENTION_FUNCTIONS
+    known = registry.get(name)
     calls: list[AttentionCall] = []
 
     def recorder(
@@ -64,11 +65,11 @@ def record_attention(model: Any) -> Iterator[list[AttentionCall]]:
         return result
 
     # Under its own name, so that the model keeps building the masks that belong to it.
-    ALL_ATTENTION_FUNCTIONS[name] = recorder
+    registry[name] = recorder
     try:
         yield calls
     finally:
-        del ALL_ATTENTION_FUNCTIONS[name]
+        registry.pop(name)
 
 
 def _eager(module: Any) -> Any:

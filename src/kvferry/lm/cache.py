@@ -64,7 +64,7 @@ def build_cache(config: Any, layers: Sequence[LayerKV], total_tokens: int) -> An
     Raises:
         UnsupportedTransformersError: the cache classes have changed.
     """
-    cache = DynamicCache(config=config)
+    cache: Any = DynamicCache(config=config)
     if len(cache.layers) != len(layers):
         raise _unsupported(f"{len(cache.layers)} cache layers for {len(layers)} model layers")
     for slot, (keys, values) in zip(cache.layers, layers, strict=True):
