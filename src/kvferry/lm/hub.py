@@ -11,6 +11,8 @@ from kvferry.lm.sources import ModelSpec
 from kvferry.lm.store import storage_errors
 
 _WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
+# Second copies of the weights in other formats.
+_UNWANTED = ["consolidated*", "original/*"]
 _ELSEWHERE = "pair=smollm2_gemma3 runs here without the hub, and size=pico needs no weights at all."
 
 
@@ -33,7 +35,12 @@ def hub_folder(spec: ModelSpec, *, check: Callable[[Path, str], Any]) -> tuple[P
             config = hf_hub_download(repository, "config.json", revision=spec.revision)
             check(Path(config).parent, spec.name)
             folder = Path(
-                snapshot_download(repository, revision=spec.revision, allow_patterns=_WANTED)
+                snapshot_download(
+                    repository,
+                    revision=spec.revision,
+                    allow_patterns=_WANTED,
+                    ignore_patterns=_UNWANTED,
+                )
             )
     except Exception as error:
         refusal = _refusal(spec, error)

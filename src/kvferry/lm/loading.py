@@ -51,7 +51,10 @@ def load_language_model(
         from kvferry.lm.pico import pico_language_model
 
         model = pico_language_model(spec.pico_architecture, seed)
-        model.model.to(device=device, dtype=getattr(torch, dtype))
+        # Weights only: the rotary frequencies beside them must stay in float32.
+        for parameter in model.model.parameters():
+            parameter.data = parameter.data.to(getattr(torch, dtype))
+        model.model.to(device)
         return model
     if spec.folder is not None:
         return load_folder(Path(spec.folder).expanduser(), spec, dtype=dtype, device=device)
@@ -81,13 +84,15 @@ def load_folder(
     config = supported_config(folder, spec.name)
     shards = check_weights(folder)
     tokenizer = _fast_tokenizer(folder, spec.name)
+    build: Any = AutoModelForCausalLM.from_pretrained
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
+        model, info = build(
             folder,
             config=config,
             dtype=getattr(torch, dtype),
             attn_implementation=attention_implementation(config),
             local_files_only=True,
+            output_loading_info=True,
         )
         model.to(device)
     except (torch.OutOfMemoryError, MemoryError) as error:
@@ -96,6 +101,11 @@ def load_folder(
             found=f"{sum(p.stat().st_size for p in shards) / 1e9:,.1f} GB of weights on disk",
             fix="Use dtype=bfloat16, another device, or pair=smollm2_gemma3, which runs on a CPU.",
         ) from error
+    except (RuntimeError, ValueError, OSError) as error:
+        raise _misfit(folder, str(error).strip().splitlines()[0]) from error
+    # transformers fills a missing tensor with random numbers and only logs it.
+    if info["missing_keys"]:
+        raise _misfit(folder, f"missing {', '.join(sorted(info['missing_keys'])[:3])}")
     known = revision or f"content-{content_fingerprint(folder, shards)}"
     return LanguageModel(model, tokenizer, name=spec.name, revision=known)
 
@@ -176,3 +186,12 @@ def _check_placement(dtype: str, device: str) -> None:
             found=str(error).splitlines()[0],
             fix="Use device=cpu, or install a torch build for this device.",
         ) from error
+
+
+def _misfit(folder: Path, found: str) -> ModelUnavailableError:
+    return ModelUnavailableError(
+        f"The weights do not fit the configuration beside them: {folder}",
+        found=found,
+        expected="every tensor that config.json calls for",
+        fix="Copy or download the folder again.",
+    )

@@ -17,7 +17,8 @@ from filelock import FileLock
 from kvferry.errors import ModelUnavailableError, StorageError
 
 MANIFEST = "kvferry.json"
-_STORAGE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
 
 
 def cache_root(cache_dir: Path | str | None = None) -> Path:
@@ -43,8 +44,8 @@ def storage_errors(path: Path) -> Iterator[None]:
         yield
     except Exception as error:
         number = error.errno if isinstance(error, OSError) else None
-        full = number in {errno.ENOSPC, errno.EDQUOT} or "No space left" in str(error)
-        if not full and number not in _STORAGE_ERRNOS:
+        full = number in _FULL or "No space left" in str(error)
+        if not full and number not in _FORBIDDEN:
             raise
         what = "The disk is full" if full else "The folder cannot be written"
         raise StorageError(

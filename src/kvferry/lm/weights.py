@@ -13,19 +13,19 @@ _SAMPLE = 4096
 
 
 def check_weights(folder: Path) -> list[Path]:
-    """The safetensors files of a folder, each as long as its own header says.
+    """The safetensors files that make up a model, each as long as its own header says.
 
     Raises:
         ModelUnavailableError: no weights, a missing shard, or a truncated file.
     """
-    shards = sorted(folder.glob("*.safetensors"))
     index = folder / "model.safetensors.index.json"
-    wanted = {"model.safetensors"}
+    names = {"model.safetensors"}
     if index.is_file():
-        wanted = set(json.loads(index.read_text())["weight_map"].values())
-    missing = sorted(wanted - {path.name for path in shards})
+        names = set(json.loads(index.read_text())["weight_map"].values())
+    shards = [folder / name for name in sorted(names)]
+    missing = [path.name for path in shards if not path.is_file()]
     if missing:
-        raise _bad_weights(folder, f"missing {', '.join(missing)}", f"{len(wanted)} file(s)")
+        raise _bad_weights(folder, f"missing {', '.join(missing)}", f"{len(names)} file(s)")
     for path in shards:
         _, _, end = _header(path)
         if path.stat().st_size != end:

