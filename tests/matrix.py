@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from kvferry.mappers.anchored import Anchored
 from kvferry.mappers.base import MapperMethod
+from kvferry.mappers.controls import Random
 from kvferry.mappers.full_head_ridge import FullHeadRidge
 from kvferry.mappers.heterofold import HeteroFold
 
+# "random" is a control, yet saved, loaded and handed over like any other.
 METHODS: dict[str, MapperMethod] = {
     "full_head_ridge": FullHeadRidge(),
     "full_head_ridge_top2": FullHeadRidge(source_layers=2),
     "heterofold": HeteroFold(),
     "heterofold_all": HeteroFold(window="all", recolour_metric="raw"),
     "anchored": Anchored(),
+    "random": Random(),
     "anchored_native": Anchored(native_layers=2, recolour_values=0.5),
 }
 

@@ -36,7 +36,7 @@ from kvferry.evals.samples import continue_text
 from kvferry.handoff.handoff import Handoff
 from kvferry.lm.loading import load_language_model
 from kvferry.lm.store import cache_root
-from kvferry.mappers.artefact import Manifest, ModelIdentity, load_mapper, save_mapper
+from kvferry.mappers.artefact import WEIGHTS, Manifest, ModelIdentity, load_mapper, save_mapper
 from kvferry.mappers.base import MapperMethod, Statistics
 from kvferry.results.report import ContinuationSample, write_report
 from kvferry.results.rows import ResultRow, RowStamp, read_rows, write_atomically, write_rows
@@ -97,7 +97,9 @@ def evaluate(cfg: RunConfig, folder: Path, log: RunLogger) -> None:
     reader = load_reader(cfg)
     handoff, stamp = load_handoff(cfg, folder, reader)
     corpora = load_corpora(cfg, cache_root(_cache(cfg)))
-    rows: list[ResultRow] = size_rows(stamp, handoff.mapper)
+    rows: list[ResultRow] = size_rows(
+        stamp, handoff.mapper.parameters, (folder / MAPPER / WEIGHTS).stat().st_size
+    )
     samples: list[ContinuationSample] = []
     for split, texts in corpora.evaluation(
         cfg.eval.contexts, cfg.eval.out_of_domain_contexts

@@ -8,7 +8,6 @@ from functools import partial
 
 from kvferry.evals.ladder import PER_LAYER, ContextResult
 from kvferry.evals.latency import LatencySample
-from kvferry.mappers.affine import AffineMapper
 from kvferry.results.catalogue import LATENCY_TASK
 from kvferry.results.rows import ResultRow, RowStamp
 from kvferry.results.statistics import (
@@ -157,9 +156,9 @@ def latency_rows(stamp: RowStamp, samples: Sequence[LatencySample], draws: int) 
     return rows
 
 
-def size_rows(stamp: RowStamp, mapper: AffineMapper) -> list[ResultRow]:
-    """Parameters and storage of the mapper as fitted."""
-    sizes = {"parameters": mapper.parameters, "storage_bytes": mapper.storage_bytes}
+def size_rows(stamp: RowStamp, parameters: int, storage_bytes: int) -> list[ResultRow]:
+    """Parameters of the mapper, and what they take on disk."""
+    sizes = {"parameters": parameters, "storage_bytes": storage_bytes}
     return [
         stamp.row(
             task="size",

@@ -39,10 +39,8 @@ class Identity(MapperMethod):
         for component in COMPONENTS:
             for layer, width in enumerate(statistics.target.widths):
                 block = FeatureBlock("source", component, layer, width)
-                zero = torch.zeros(width)
-                groups.append(
-                    AffineGroup(component, (layer,), (block,), torch.eye(width), zero, zero)
-                )
+                means = torch.zeros(width), torch.zeros(width)
+                groups.append(AffineGroup(component, (layer,), (block,), torch.eye(width), *means))
         return AffineMapper(statistics.source, statistics.target, tuple(groups))
 
 

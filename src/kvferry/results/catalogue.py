@@ -167,7 +167,14 @@ MAPPER_FREE_CONDITIONS = ("native", "zero", "text", "source")
 LATENCY_TASK = "latency"
 LATENCY_SPLITS = ("p50", "p95")
 LADDER_TASKS = ("ladder", "recall")
-QUALITY_METRICS = ("kl", "nll_retention", "top1_agreement", "recall_kept", "attention_cosine")
+QUALITY_METRICS = (
+    "kl",
+    "nll",
+    "nll_retention",
+    "top1_agreement",
+    "recall_kept",
+    "attention_cosine",
+)
 LAYER_METRICS = tuple(name for name, metric in METRICS.items() if metric.per_layer)
 
 
