@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,21 @@ def test_a_killed_calibration_goes_on_where_it_was(reader: PairReader, tmp_path:
     assert resumed[0] == 2, "the two saved passages are not read again"
     assert sum(resumed) == len(TEXTS)
     assert_same(whole, again, tolerance=1e-6)
+
+
+def test_ctrl_c_arrives_as_such_and_still_works_afterwards(
+    reader: PairReader, tmp_path: Path
+) -> None:
+    before = signal.getsignal(signal.SIGINT)
+
+    def press(passages: int) -> None:
+        if passages:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        collect_statistics(reader, TEXTS, PLAN, trainer(), tmp_path, each=press)
+    assert signal.getsignal(signal.SIGINT) is before
+    assert not list(tmp_path.rglob("*.tmp"))
 
 
 def test_finished_moments_are_read_from_disk(reader: PairReader, tmp_path: Path) -> None:

@@ -6,7 +6,10 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -136,7 +139,7 @@ def collect_statistics(
     trainer: Trainer,
     folder: Path,
     batch_size: int = 1,
-    save_every: int = 64,
+    save_every: int = 32,
     each: Callable[[int], None] = lambda passages: None,
 ) -> Statistics:
     """Moments of ``texts``, from ``folder`` where they are already there.
@@ -173,10 +176,24 @@ def collect_statistics(
     if done < len(pairs):
         module = MomentsModule(reader, layouts, code, moments, mostly_shared(pairs), finished)
         rest = _Texts(pairs[done:])
-        trainer.fit(module, DataLoader(rest, batch_size=batch_size, collate_fn=list))
-        if trainer.interrupted:
-            raise KeyboardInterrupt
+        with _interruptible(trainer):
+            trainer.fit(module, DataLoader(rest, batch_size=batch_size, collate_fn=list))
     return Statistics(reader.source.geometry, reader.target.geometry, layouts, moments, code)
+
+
+@contextmanager
+def _interruptible(trainer: Trainer) -> Iterator[None]:
+    """Ctrl-C arrives as KeyboardInterrupt: Lightning would exit, with ctrl-C switched off."""
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    except SystemExit as stop:
+        if not trainer.interrupted:
+            raise
+        raise KeyboardInterrupt from stop
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, handler)
 
 
 def mostly_shared(pairs: Sequence[TokenPair]) -> bool:
