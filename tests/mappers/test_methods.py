@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
 from kvferry.calibration.reader import PairTrace
+from kvferry.errors import ConfigurationError
 from kvferry.lm.content import ContentKV
 from kvferry.mappers.affine import AffineMapper
 from kvferry.mappers.anchored import Anchored
@@ -187,3 +188,18 @@ def test_controls_change_what_they_say_and_nothing_else() -> None:
     mean.keys[2][:, :, :1] = 0.0
     assert float(mean.keys[2][:, :, 1:].std(dim=2).max()) < 1e-4, "rows do not share memory"
     assert float(mean.keys[2][:, :, 1].abs().max()) > 0
+
+
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        (lambda: FullHeadRidge(source_layers=0, ridge=-1.0), "source_layers.*ridge"),
+        (lambda: HeteroFold(window=0), "window"),
+        (lambda: Anchored(recolour_keys=1.5, anchor_context=-2), "anchor_context.*recolour_keys"),
+    ],
+)
+def test_settings_out_of_range_are_all_named(
+    method: Callable[[], MapperMethod], words: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        method()

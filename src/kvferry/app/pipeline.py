@@ -17,6 +17,7 @@ from typing import Any
 import pytorch_lightning
 import torch
 import transformers
+from rich.console import Console
 
 import kvferry
 from kvferry.app.corpora import load_corpora
@@ -40,6 +41,7 @@ from kvferry.mappers.artefact import WEIGHTS, Manifest, ModelIdentity, load_mapp
 from kvferry.mappers.base import MapperMethod, Statistics
 from kvferry.results.report import ContinuationSample, write_report
 from kvferry.results.rows import ResultRow, RowStamp, read_rows, write_atomically, write_rows
+from kvferry.results.tables import print_tables
 
 SAMPLES = "samples.json"
 
@@ -131,11 +133,13 @@ def evaluate(cfg: RunConfig, folder: Path, log: RunLogger) -> None:
 
 
 def report(cfg: RunConfig, folder: Path, log: RunLogger) -> None:
-    """Write `report.html` and its figures from the rows."""
+    """Write `report.html` and its figures from the rows, and show the tables."""
+    rows = read_rows(folder / ROWS)
+    print_tables(rows, Console())
     samples = [ContinuationSample(**s) for s in json.loads((folder / SAMPLES).read_text())]
     write_report(
         folder / REPORT,
-        read_rows(folder / ROWS),
+        rows,
         config_yaml=(folder / CONFIG).read_text(),
         versions=_versions(),
         samples=samples,

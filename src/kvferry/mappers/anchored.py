@@ -11,6 +11,8 @@ from kvferry.mappers.base import (
     Recolouring,
     Statistics,
     fit_affine,
+    positive_or_all,
+    require,
     source_reads,
 )
 from kvferry.mappers.full_head_ridge import select_layers
@@ -47,6 +49,18 @@ class Anchored(MapperMethod):
 
     pretty_name: ClassVar[str] = "Anchored"
     reference_url: ClassVar[str] = "https://github.com/kvferry/kvferry"
+
+    def __post_init__(self) -> None:
+        require(
+            {
+                "source_layers must be all or at least 1": positive_or_all(self.source_layers),
+                "anchor_context must be at least -1": self.anchor_context >= -1,
+                "native_layers must be at least 0": self.native_layers >= 0,
+                "ridge must not be negative": self.ridge >= 0,
+                "recolour_keys must lie in 0..1": 0 <= self.recolour_keys <= 1,
+                "recolour_values must lie in 0..1": 0 <= self.recolour_values <= 1,
+            }
+        )
 
     def fit(self, statistics: Statistics) -> AffineMapper:
         """One factorisation a component when all source layers are read."""

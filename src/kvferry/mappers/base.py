@@ -5,13 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
 from kvferry.align.layers import LayerSupport
+from kvferry.errors import ConfigurationError
 from kvferry.lm.geometry import KVGeometry
 from kvferry.mappers.affine import AffineGroup, AffineMapper
 from kvferry.mappers.inputs import SourceCode
@@ -56,6 +57,28 @@ class Recolouring:
     def strength(self, component: Component) -> float:
         """Strength for ``component``."""
         return self.keys if component == "keys" else self.values
+
+
+def require(checks: Mapping[str, bool]) -> None:
+    """Refuse a method's settings.
+
+    Args:
+        checks: what each setting must be, and whether it is.
+
+    Raises:
+        ConfigurationError: names all that are not.
+    """
+    broken = [rule for rule, kept in checks.items() if not kept]
+    if broken:
+        raise ConfigurationError(
+            f"Mapper settings are out of range: {'; '.join(broken)}.",
+            fix="correct them; conf/mapper says what each one trades",
+        )
+
+
+def positive_or_all(count: int | Literal["all"]) -> bool:
+    """Whether ``count`` is "all" or at least one."""
+    return count == "all" or count >= 1
 
 
 class MapperMethod(ABC):

@@ -15,6 +15,8 @@ from kvferry.mappers.base import (
     Recolouring,
     Statistics,
     fit_affine,
+    positive_or_all,
+    require,
     source_reads,
 )
 from kvferry.mappers.layout import COMPONENTS
@@ -39,6 +41,15 @@ class FullHeadRidge(MapperMethod):
 
     pretty_name: ClassVar[str] = "Full-head ridge"
     reference_url: ClassVar[str] = "https://arxiv.org/abs/2608.03893"
+
+    def __post_init__(self) -> None:
+        require(
+            {
+                "source_layers must be all or at least 1": positive_or_all(self.source_layers),
+                "ridge must not be negative": self.ridge >= 0,
+                "absolute_ridge must not be negative": (self.absolute_ridge or 0) >= 0,
+            }
+        )
 
     def fit(self, statistics: Statistics) -> AffineMapper:
         """Select layers, then one ridge solve for each distinct selection."""

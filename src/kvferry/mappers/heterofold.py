@@ -12,6 +12,8 @@ from kvferry.mappers.base import (
     Recolouring,
     Statistics,
     fit_affine,
+    positive_or_all,
+    require,
     source_reads,
 )
 from kvferry.mappers.layout import COMPONENTS
@@ -39,6 +41,16 @@ class HeteroFold(MapperMethod):
 
     pretty_name: ClassVar[str] = "HeteroFold"
     reference_url: ClassVar[str] = "https://arxiv.org/abs/2609.32259"
+
+    def __post_init__(self) -> None:
+        require(
+            {
+                "window must be all or at least 1": positive_or_all(self.window),
+                "ridge must not be negative": self.ridge >= 0,
+                "recolour_keys must lie in 0..1": 0 <= self.recolour_keys <= 1,
+                "recolour_values must lie in 0..1": 0 <= self.recolour_values <= 1,
+            }
+        )
 
     def fit(self, statistics: Statistics) -> AffineMapper:
         """Relative-depth support, ridge, recolouring."""
