@@ -140,7 +140,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(artefact, "save_file", full)
     mapper = METHODS["heterofold"].fit(statistics_of(SOURCE, TARGET))
-    with pytest.raises(StorageError, match="cannot be written"):
+    with pytest.raises(StorageError, match="disk is full"):
         save_mapper(tmp_path / "m", mapper, manifest_of(reader_of(SOURCE, TARGET)), "")
     assert list(tmp_path.iterdir()) == []
 

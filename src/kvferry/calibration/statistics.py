@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import signal
 import threading
@@ -22,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from kvferry.calibration.code import fit_source_code
 from kvferry.calibration.reader import PairReader, PairTrace, TokenPair
 from kvferry.errors import InputError
+from kvferry.lm.store import new_folder
 from kvferry.mappers.base import Statistics
 from kvferry.mappers.inputs import SourceCode
 from kvferry.mappers.layout import COMPONENTS, Component, FeatureLayout, component_layout
@@ -243,17 +243,14 @@ def empty_moments(reader: PairReader, layout: FeatureLayout) -> Moments:
 def _save(
     place: Path, code: SourceCode | None, moments: dict[Component, Moments], done: int
 ) -> None:
-    temporary = place.with_name(f"{place.name}.{os.getpid()}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    for component in COMPONENTS:
-        save_file(moments[component].state_dict(), temporary / f"{component}.safetensors")
-    if code is not None:
-        tensors = {str(c): p.contiguous() for c, p in code.projection.items()}
-        save_file(tensors, temporary / "code.safetensors")
-    (temporary / "progress.json").write_text(json.dumps({"passages": done}))
-    shutil.rmtree(place, ignore_errors=True)
-    os.replace(temporary, place)
+    with new_folder(place) as temporary:
+        for component in COMPONENTS:
+            save_file(moments[component].state_dict(), temporary / f"{component}.safetensors")
+        if code is not None:
+            tensors = {str(c): p.contiguous() for c, p in code.projection.items()}
+            save_file(tensors, temporary / "code.safetensors")
+        (temporary / "progress.json").write_text(json.dumps({"passages": done}))
+        shutil.rmtree(place, ignore_errors=True)
 
 
 def _load(place: Path) -> tuple[SourceCode | None, dict[Component, Moments], int]:

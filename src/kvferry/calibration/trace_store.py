@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
-import os
 from pathlib import Path
 
 import torch
@@ -14,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvferry.calibration.reader import PairReader, PairTrace, TokenPair
-from kvferry.errors import StorageError
 from kvferry.lm.content import ContentKV
+from kvferry.lm.store import new_file
 from kvferry.mappers.layout import COMPONENTS
 
 
@@ -51,24 +49,9 @@ class TraceStore:
             return trace
 
     def _write(self, path: Path, trace: PairTrace) -> None:
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
         tensors = {**_tensors(trace.source, "source"), **_tensors(trace.target, "target")}
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+        with new_file(path) as temporary:
             save_file(tensors, temporary)
-            os.replace(temporary, path)
-        except (OSError, SafetensorError) as error:
-            temporary.unlink(missing_ok=True)
-            full = "No space left" in str(error)
-            if not full and getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            size = sum(x.numel() * x.element_size() for x in tensors.values())
-            raise StorageError(
-                "The disk is full: a trace cannot be kept.",
-                found=str(path.parent),
-                expected=f"{size / 1e6:.0f} MB for each context",
-                fix="free some space, or put the cache elsewhere with cache=DIR",
-            ) from error
 
 
 def _digest(tokens: TokenPair) -> str:

@@ -19,6 +19,8 @@ from kvferry.mappers.full_head_ridge import select_layers
 from kvferry.mappers.layout import COMPONENTS, FeatureBlock
 from kvferry.stats.recolour import Metric
 
+AUTO_NATIVE_SHARE = 0.05
+
 
 @dataclass(frozen=True)
 class Anchored(MapperMethod):
@@ -33,7 +35,8 @@ class Anchored(MapperMethod):
         anchor_context: predecessors whose layer-0 content is read; -1 reads no anchors.
         neighbours: read the low-rank code of the source tokens before and after, and of the other
             component at the token itself.
-        native_layers: target layers taken exactly; layer 0 is free, each further one is run.
+        native_layers: target layers taken exactly; layer 0 is free, each further one is run by the
+            target. "auto" runs as many as 5 % of its depth.
         ridge: penalty as a share of the inputs' mean variance.
         recolour_metric, recolour_keys, recolour_values: see :class:`HeteroFold`.
     """
@@ -41,7 +44,7 @@ class Anchored(MapperMethod):
     source_layers: int | Literal["all"] = "all"
     anchor_context: int = 3
     neighbours: bool = True
-    native_layers: int = 1
+    native_layers: int | Literal["auto"] = "auto"
     ridge: float = 1e-3
     recolour_metric: Metric = "raw"
     recolour_keys: float = 1.0
@@ -55,7 +58,8 @@ class Anchored(MapperMethod):
             {
                 "source_layers must be all or at least 1": positive_or_all(self.source_layers),
                 "anchor_context must be at least -1": self.anchor_context >= -1,
-                "native_layers must be at least 0": self.native_layers >= 0,
+                "native_layers must be auto or at least 0": self.native_layers == "auto"
+                or self.native_layers >= 0,
                 "ridge must not be negative": self.ridge >= 0,
                 "recolour_keys must lie in 0..1": 0 <= self.recolour_keys <= 1,
                 "recolour_values must lie in 0..1": 0 <= self.recolour_values <= 1,
@@ -65,9 +69,10 @@ class Anchored(MapperMethod):
     def fit(self, statistics: Statistics) -> AffineMapper:
         """One factorisation a component when all source layers are read."""
         support = select_layers(statistics, self.source_layers)
+        native = self.native_depth(len(statistics.target.layers))
         reads = {}
         for component in COMPONENTS:
-            extra = tuple(b for b in statistics.layouts[component].blocks if self._reads(b))
+            extra = tuple(b for b in statistics.layouts[component].blocks if self._reads(b, native))
             reads[component] = [
                 (*blocks, *extra) for blocks in source_reads(statistics, component, support)
             ]
@@ -76,10 +81,16 @@ class Anchored(MapperMethod):
             reads,
             relative_ridge=self.ridge,
             recolouring=Recolouring(self.recolour_keys, self.recolour_values, self.recolour_metric),
-            native_layers=self.native_layers,
+            native_layers=native,
         )
 
-    def _reads(self, block: FeatureBlock) -> bool:
+    def native_depth(self, layers: int) -> int:
+        """How many of a target's layers are exact."""
+        if self.native_layers != "auto":
+            return self.native_layers
+        return 1 + int(AUTO_NATIVE_SHARE * layers)
+
+    def _reads(self, block: FeatureBlock, native: int) -> bool:
         match block.kind:
             case "source":
                 return False
@@ -88,4 +99,4 @@ class Anchored(MapperMethod):
             case "anchor":
                 return block.index <= self.anchor_context
             case "native":
-                return block.index < self.native_layers
+                return block.index < native

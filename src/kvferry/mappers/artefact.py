@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import json
-import os
 import platform
 import shutil
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import kvferry
-from kvferry.errors import ArtefactError, StorageError
+from kvferry.errors import ArtefactError
 from kvferry.lm.model import LanguageModel
+from kvferry.lm.store import file_sha256, new_folder
 from kvferry.mappers.affine import AffineGroup, AffineMapper
 from kvferry.mappers.inputs import SourceCode
 from kvferry.mappers.layout import COMPONENTS, FeatureBlock
@@ -94,40 +92,24 @@ def save_mapper(folder: Path, mapper: AffineMapper, manifest: Manifest, config: 
     Raises:
         StorageError: the disk is full or the folder cannot be written.
     """
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+    with new_folder(folder) as temporary:
         save_file(_tensors(mapper), temporary / WEIGHTS)
-        complete = Manifest(
-            **{
-                **vars(manifest),
-                "weights_sha256": _sha256(temporary / WEIGHTS),
-                "native_layers": mapper.native_layers,
-                "groups": [_group_record(group) for group in mapper.groups],
-                "versions": {
-                    "kvferry": kvferry.__version__,
-                    "torch": torch.__version__,
-                    "transformers": transformers.__version__,
-                    "python": platform.python_version(),
-                },
-            }
+        complete = replace(
+            manifest,
+            weights_sha256=file_sha256(temporary / WEIGHTS),
+            native_layers=mapper.native_layers,
+            groups=[_group_record(group) for group in mapper.groups],
+            versions={
+                "kvferry": kvferry.__version__,
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+                "python": platform.python_version(),
+            },
         )
         (temporary / MANIFEST).write_text(json.dumps(asdict(complete), indent=2))
         (temporary / CONFIG).write_text(config)
         (temporary / CARD).write_text(_card(complete, mapper))
         shutil.rmtree(folder, ignore_errors=True)
-        os.replace(temporary, folder)
-    except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
-            raise
-        raise StorageError(
-            f"The mapper cannot be written to {folder}.",
-            found=os.strerror(error.errno),
-            expected=f"{mapper.storage_bytes / 1e6:.0f} MB of free, writable space",
-            fix="free some space or choose another folder with outputs=DIR",
-        ) from error
     return complete
 
 
@@ -182,7 +164,7 @@ def load_mapper(
     ):
         _require_same(role, ModelIdentity.of(model), expected)
     path = folder / WEIGHTS
-    if not path.is_file() or _sha256(path) != manifest.weights_sha256:
+    if not path.is_file() or file_sha256(path) != manifest.weights_sha256:
         raise ArtefactError(
             "The weights of this mapper are missing, truncated or changed.",
             found=f"{path.stat().st_size} bytes of other content" if path.is_file() else "no file",
@@ -254,11 +236,6 @@ def _mapper(
     if "code.keys" in tensors:
         code = SourceCode({c: tensors[f"code.{c}"].to(target.device) for c in COMPONENTS})
     return AffineMapper(source.geometry, target.geometry, groups, code, manifest.native_layers)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _card(manifest: Manifest, mapper: AffineMapper) -> str:
