@@ -19,7 +19,7 @@ from kvferry.mappers.full_head_ridge import select_layers
 from kvferry.mappers.layout import COMPONENTS, FeatureBlock
 from kvferry.stats.recolour import Metric
 
-AUTO_NATIVE_SHARE = 0.05
+AUTO_NATIVE_SHARE = 0.1
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Anchored(MapperMethod):
         neighbours: read the low-rank code of the source tokens before and after, and of the other
             component at the token itself.
         native_layers: target layers taken exactly; layer 0 is free, each further one is run by the
-            target. "auto" runs as many as 5 % of its depth.
+            target. "auto" takes a tenth of its depth.
         ridge: penalty as a share of the inputs' mean variance.
         recolour_metric, recolour_keys, recolour_values: see :class:`HeteroFold`.
     """
@@ -47,7 +47,7 @@ class Anchored(MapperMethod):
     native_layers: int | Literal["auto"] = "auto"
     ridge: float = 1e-3
     recolour_metric: Metric = "raw"
-    recolour_keys: float = 1.0
+    recolour_keys: float = 0.8
     recolour_values: float = 0.0
 
     pretty_name: ClassVar[str] = "Anchored"
@@ -88,7 +88,7 @@ class Anchored(MapperMethod):
         """How many of a target's layers are exact."""
         if self.native_layers != "auto":
             return self.native_layers
-        return 1 + int(AUTO_NATIVE_SHARE * layers)
+        return max(1, int(AUTO_NATIVE_SHARE * layers))
 
     def _reads(self, block: FeatureBlock, native: int) -> bool:
         match block.kind:
