@@ -71,17 +71,17 @@ class Ladder:
         builds = self.builds(context, wrong)
         native_cache = builds["native"]()
         with record_attention(self.handoff.reader.target.model) as recorded:
-            logits = self._ask(native_cache, context.continuation)
+            answers = self._ask(native_cache, context)
             calls = list(recorded)
-        native = NativeReference.of(logits)
+        native = NativeReference.of(answers[0])
         for condition in self.conditions:
             if condition == "source":
                 result.source_nll = self.source_nll(context)
             elif condition == "native":
-                result.scores[condition] = self._scores(context, native, native_cache, logits)
+                result.scores[condition] = self._scores(context, native, answers)
             elif condition in builds:
                 mapped = builds[condition]()
-                result.scores[condition] = self._scores(context, native, mapped)
+                result.scores[condition] = self._scores(context, native, self._ask(mapped, context))
                 if condition == "mapped":
                     content = self.mapped_content(context)
                     result.layers[condition] = self._layers(context, content, mapped, calls)
@@ -132,39 +132,41 @@ class Ladder:
         source = self.handoff.reader.source
         if context.source_characters == 0 or len(context.source_continuation) < 2:
             return float("nan")
-        ids = [*context.trace.tokens.source_ids, *context.source_continuation]
-        batch, mask = source.batch([ids])
-        kept = len(context.source_continuation)
-        cache = source.prefill(batch[:, :-kept], mask[:, :-kept]).cache
-        logits = source.extend(cache, batch[:, -kept:], mask[:, :-kept])[0]
+        ids = torch.tensor([context.source_continuation], device=source.device)
+        read = context.trace.source
+        logits = source.extend(source.cache_from(read), ids, read.mask)[0]
+        kept = ids.shape[1]
         wanted = torch.tensor(context.source_continuation, device=source.device)
         total = scoring.token_nll(logits, wanted, 1) * (kept - 1)
         per_character = total / context.source_characters
         scored = len(context.continuation) - 1
         return per_character * context.continuation_characters / scored
 
-    def _ask(self, mapped: MappedCache, ids: Sequence[int]) -> Tensor:
-        """Logits ``[tokens, vocab]`` of ``ids`` on top of a copy of the cache."""
+    def _ask(self, mapped: MappedCache, context: EvalContext) -> tuple[Tensor, Tensor]:
+        """Logits ``[tokens, vocab]`` of continuation and recall span, in one forward pass.
+
+        The shorter one is filled up behind its end, where nothing is read.
+        """
         target = self.handoff.reader.target
-        batch = torch.tensor([list(ids)], device=target.device)
-        return target.extend(copy_cache(mapped.cache), batch, mapped.mask)[0]
+        asked = (context.continuation, context.recall)
+        length = max(len(ids) for ids in asked)
+        rows = [[*ids, *ids[-1:] * (length - len(ids))] for ids in asked]
+        batch = torch.tensor(rows, device=target.device)
+        mask = mapped.mask.expand(len(rows), -1)
+        logits = target.extend(copy_cache(mapped.cache, len(rows)), batch, mask)
+        return logits[0, : len(asked[0])], logits[1, : len(asked[1])]
 
     def _scores(
-        self,
-        context: EvalContext,
-        native: NativeReference,
-        mapped: MappedCache,
-        logits: Tensor | None = None,
+        self, context: EvalContext, native: NativeReference, answers: tuple[Tensor, Tensor]
     ) -> Scores:
-        logits = self._ask(mapped, context.continuation) if logits is None else logits
-        ids = torch.tensor(context.continuation, device=logits.device)
-        span = torch.tensor(context.recall, device=logits.device)
-        given = max(self.shape.recall_prompt_tokens, 1)
+        continuation, recall = answers
+        ids = torch.tensor(context.continuation, device=continuation.device)
+        span = torch.tensor(context.recall, device=recall.device)
         return Scores(
-            nll=scoring.token_nll(logits, ids, 1),
-            kl=scoring.mean_kl(native, logits),
-            top1_agreement=scoring.top1_agreement(native, logits),
-            recall_nll=scoring.token_nll(self._ask(mapped, context.recall), span, given),
+            nll=scoring.token_nll(continuation, ids, 1),
+            kl=scoring.mean_kl(native, continuation),
+            top1_agreement=scoring.top1_agreement(native, continuation),
+            recall_nll=scoring.token_nll(recall, span, max(self.shape.recall_prompt_tokens, 1)),
         )
 
     def _layers(

@@ -142,13 +142,20 @@ def first_layers_kv(
     raise _unsupported(f"a forward pass that never filled cache layer {count - 1}")
 
 
-def copy_cache(cache: Any) -> Any:
-    """An independent copy: decoding from it leaves the original alone."""
+def copy_cache(cache: Any, rows: int = 1) -> Any:
+    """An independent copy: decoding from it leaves the original alone.
+
+    Args:
+        rows: how often a cache of one row is repeated, without copying it.
+    """
     twin = DynamicCache()
     twin.layers = []
     for layer in cache.layers:
         clone = object.__new__(type(layer))
         clone.__dict__.update(layer.__dict__)
+        if rows > 1:
+            clone.keys = layer.keys.expand(rows, -1, -1, -1)
+            clone.values = layer.values.expand(rows, -1, -1, -1)
         twin.layers.append(clone)
     return twin
 

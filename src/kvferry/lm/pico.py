@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -182,12 +183,12 @@ def pico_language_model(architecture: str, seed: int = 0, **overrides: Any) -> L
         build: Any = transformers.AutoModelForCausalLM.from_config
         model = build(config, attn_implementation=attention_implementation(config))
         _wake(model)
-    changed = "".join(f"-{key}={value}" for key, value in sorted(overrides.items()))
+    changed = hashlib.sha256(repr(sorted(overrides.items())).encode()).hexdigest()[:8]
     return LanguageModel(
         model.to(torch.float32),
         tokenizer,
         name=f"pico-{architecture}",
-        revision=f"pico-{architecture}-{seed}{changed}",
+        revision=f"pico-{architecture}-{seed}" + (f"-{changed}" if overrides else ""),
     )
 
 
