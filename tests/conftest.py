@@ -59,6 +59,17 @@ def pico_model(request: pytest.FixtureRequest) -> LanguageModel:
     return _pico(request.param, 0)
 
 
+@pytest.fixture(scope="session")
+def copier() -> LanguageModel:
+    """A miniature that recalls from its cache; trained once a session, in seconds."""
+    import torch
+
+    from kvferry.lm.induction import induction_language_model
+
+    torch.set_num_threads(1)
+    return induction_language_model("llama", seed=0)
+
+
 @pytest.fixture(autouse=True)
 def private_cache(
     request: pytest.FixtureRequest,
