@@ -1,4 +1,4 @@
-"""Watch a model's attention without changing it: queries in, outputs out, layer by layer."""
+"""Which attention a model runs, and what it computes: watched without changing it."""
 
 from __future__ import annotations
 
@@ -41,6 +41,12 @@ class AttentionCall:
         mixed_values[:, :, :context] = values
         output: Tensor = self._again(mixed_keys, mixed_values)
         return output
+
+
+def attention_implementation(config: Any) -> str:
+    """ "sdpa", or "eager" where scores are soft-capped, which sdpa leaves out."""
+    text = config.get_text_config(decoder=True)
+    return "eager" if getattr(text, "attn_logit_softcapping", None) else "sdpa"
 
 
 @contextmanager

@@ -78,7 +78,7 @@ def train_induction(model: LanguageModel, *, steps: int, seed: int = 0) -> None:
         for group in optimiser.param_groups:
             group["lr"] = _RATE * warm_up * decay
         optimiser.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         optimiser.step()
     network.eval().requires_grad_(False)

@@ -79,6 +79,7 @@ def load_folder(
     import torch
     from transformers import AutoModelForCausalLM
 
+    from kvferry.lm.attention import attention_implementation
     from kvferry.lm.model import LanguageModel
 
     config = supported_config(folder, spec.name)
@@ -141,12 +142,6 @@ def supported_config(folder: Path, name: str) -> Any:
         ) from error
     KVGeometry.from_config(config)
     return config
-
-
-def attention_implementation(config: Any) -> str:
-    """ "sdpa", or "eager" where scores are soft-capped, which sdpa leaves out."""
-    text = config.get_text_config(decoder=True)
-    return "eager" if getattr(text, "attn_logit_softcapping", None) else "sdpa"
 
 
 def _fast_tokenizer(folder: Path, name: str) -> Any:

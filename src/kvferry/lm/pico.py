@@ -164,7 +164,7 @@ def pico_language_model(architecture: str, seed: int = 0, **overrides: Any) -> L
     """
     import transformers
 
-    from kvferry.lm.loading import attention_implementation
+    from kvferry.lm.attention import attention_implementation
     from kvferry.lm.model import LanguageModel
 
     if architecture not in RECIPES:
