@@ -15,7 +15,7 @@ from kvferry.lm.geometry import KVGeometry
 from kvferry.mappers.inputs import MapperInputs, SourceCode
 from kvferry.mappers.layout import COMPONENTS, Component, FeatureBlock, source_layers_read
 
-PANEL_TOKENS = 1024
+PANEL_TOKENS = 512
 
 
 @dataclass(frozen=True)
@@ -143,10 +143,14 @@ class AffineMapper:
             torch.empty(inputs.tokens - start, g.output_mean.numel(), device=device)
             for g, start in zip(groups, starts, strict=True)
         ]
+        longest = min(PANEL_TOKENS, inputs.tokens - min(starts))
+        mean = groups[0].input_mean
+        # One buffer for all panels: fresh pages would cost as much as filling them.
+        panel = torch.empty(longest, mean.numel(), dtype=self.product_dtype, device=device)
         for low in range(min(starts), inputs.tokens, PANEL_TOKENS):
             high = min(low + PANEL_TOKENS, inputs.tokens)
-            rows = inputs.rows(groups[0].blocks, low, high).sub_(groups[0].input_mean)
-            rows = rows.to(self.product_dtype)
+            buffer = panel[: high - low]
+            rows = inputs.rows(groups[0].blocks, low, high, mean=mean, out=buffer)
             for group, start, result in zip(groups, starts, results, strict=True):
                 skip = max(start - low, 0)
                 if skip < high - low:

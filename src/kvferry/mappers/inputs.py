@@ -59,14 +59,31 @@ class MapperInputs:
         return self.anchors.tokens
 
     def rows(
-        self, blocks: Sequence[FeatureBlock], start: int, stop: int
+        self,
+        blocks: Sequence[FeatureBlock],
+        start: int,
+        stop: int,
+        *,
+        mean: Float[Tensor, " features"] | None = None,
+        out: Float[Tensor, "rows features"] | None = None,
     ) -> Float[Tensor, "rows features"]:
-        """Input features of target tokens ``start`` to ``stop``, fp32, columns as ``blocks``."""
+        """Input features of target tokens ``start`` to ``stop``, columns as ``blocks``.
+
+        Args:
+            mean: taken off in fp32, before anything is rounded.
+            out: written into, in its own number format; fp32 by default.
+        """
         width = sum(block.width for block in blocks)
-        out = torch.empty(stop - start, width, device=self.source.mask.device)
+        if out is None:
+            out = torch.empty(stop - start, width, device=self.source.mask.device)
         column = 0
         for block in blocks:
-            out[:, column : column + block.width] = self._block(block, start, stop)
+            here = slice(column, column + block.width)
+            features = self._block(block, start, stop)
+            if mean is None:
+                out[:, here] = features
+            else:
+                torch.sub(features.float(), mean[here], out=out[:, here])
             column += block.width
         return out
 
