@@ -222,3 +222,23 @@ def test_real_gguf_becomes_float32_safetensors(tmp_path: Path) -> None:
     }.items():
         assert torch.equal(weights[ours], torch.from_numpy(tensors[theirs]))
     assert (folder / "tokenizer.json").is_file() and not list(folder.glob("*.gguf"))
+
+
+def test_folders_that_vanish_while_their_size_is_taken_are_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import os
+
+    from kvferry.lm.wheels import _bytes_below
+
+    (tmp_path / "kept").write_bytes(b"12345")
+    (tmp_path / "gone").mkdir()
+    listed = os.scandir
+
+    def scandir(path: str) -> object:
+        if str(path).endswith("gone"):
+            raise FileNotFoundError(path)
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert _bytes_below(tmp_path) == 5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -149,11 +150,13 @@ def _wait_with_bar(
 
 
 def _bytes_below(folder: Path) -> int:
+    """Bytes of all files below ``folder``; pip removes folders while they are being listed.
+
+    `os.walk` passes over a folder that is gone; `Path.rglob` would raise.
+    """
     total = 0
-    for path in folder.rglob("*"):
-        # A temporary file may be gone between listing and looking.
-        try:
-            total += path.stat().st_size if path.is_file() else 0
-        except OSError:
-            continue
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.stat(os.path.join(place, name)).st_size
     return total
