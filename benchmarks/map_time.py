@@ -1,6 +1,6 @@
 """Map time beside native prefill, and its distance from the machine's limit.
 
-    python benchmarks/map_time.py outputs/RUN/mapper_run_folder [--tokens 512 2048 8192]
+    python benchmarks/map_time.py outputs/RUN [--tokens 512 2048 8192]
 
 Protocol: see benchmarks/README.md.
 """
@@ -52,12 +52,13 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048, 8192])
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--products", nargs="+", default=["float32", "bfloat16"])
     options = parser.parse_args()
     cfg = load_config(options.run)
     reader = load_reader(cfg)
     text = "\n\n".join(load_corpora(cfg, cache_root(cfg.cache)).long_text)
     table = Table("products", "tokens", "native ms", "map ms", "ratio", "GFLOP", "of peak")
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (getattr(torch, name) for name in options.products):
         handoff, _ = load_handoff(cfg, options.run, reader, dtype)
         bench, peak = LatencyBench(handoff, text), peak_flops(dtype)
         for tokens in options.tokens:
