@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from itertools import pairwise
 
 import pytest
@@ -162,14 +161,15 @@ def test_a_boundary_never_splits_a_character() -> None:
     assert context_token_count(chained, 2) == 0
 
 
-def test_a_hundred_thousand_tokens_align_in_about_a_second() -> None:
+def test_a_hundred_thousand_tokens_are_aligned_at_once() -> None:
+    """No token-by-token matrix is formed: that would not fit. Rows agree with a short window."""
     text = b"abcdefgh " * 40_000
     generator = torch.Generator().manual_seed(0)
     source, target = (
         cut(text, torch.randint(0, len(text), (100_000,), generator=generator).tolist())
         for _ in range(2)
     )
-    start = time.perf_counter()
     for mode in MODES:
-        align_tokens(source, target, mode)
-    assert time.perf_counter() - start < 3.0
+        whole, part = align_tokens(source, target, mode), align_tokens(source, target[:50], mode)
+        assert len(whole.indices) == len(target)
+        assert torch.equal(whole.indices[:50, : part.reads], part.indices)
