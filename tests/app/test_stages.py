@@ -214,6 +214,8 @@ def test_a_stopped_process_resumes(sent: signal.Signals, tmp_path: Path) -> None
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        # A shell starts background jobs with ctrl-C ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
     while "evaluating" not in (line := process.stdout.readline()):
