@@ -30,7 +30,7 @@ from kvferry.calibration.reader import PairReader
 from kvferry.calibration.statistics import CalibrationPlan, collect_statistics
 from kvferry.calibration.trace_store import TraceStore
 from kvferry.evals.contexts import ContextShape, EvalContext, read_context
-from kvferry.evals.ladder import ContextResult, Ladder, finish_prefix
+from kvferry.evals.ladder import ContextResult, Ladder
 from kvferry.evals.latency import LatencyBench, affordable_lengths
 from kvferry.evals.rows import ladder_rows, latency_rows, size_rows
 from kvferry.evals.samples import continue_text
@@ -276,7 +276,7 @@ def _score(
 
 def _sample(cfg: RunConfig, handoff: Handoff, context: EvalContext) -> ContinuationSample:
     target = handoff.reader.target
-    ladder_builds = Ladder(
+    builds = Ladder(
         handoff,
         ContextShape(context_tokens=max(cfg.eval.context_tokens, 160)),
         native_tail=cfg.eval.native_tail,
@@ -284,13 +284,12 @@ def _sample(cfg: RunConfig, handoff: Handoff, context: EvalContext) -> Continuat
         seed=cfg.seed,
     ).builds(context, context.trace.target)
     made = {
-        name: continue_text(handoff, ladder_builds[name](), context, cfg.eval.continuation_tokens)
-        for name in ("native", "mapped", "mapped_tail")
+        name: continue_text(handoff, builds[name](), context, cfg.eval.continuation_tokens)
+        for name in ("native", "mapped", "mapped_tail", "zero")
     }
     return ContinuationSample(
         context_tail=target.text_of(context.trace.tokens.target_ids[-64:]),
         reference=target.text_of(context.continuation),
-        zero=continue_text(handoff, finish_prefix(handoff), context, cfg.eval.continuation_tokens),
         label=cfg.pair.name,
         **made,
     )

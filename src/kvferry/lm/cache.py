@@ -165,13 +165,6 @@ def cached_tokens(cache: Any) -> int:
     return max(int(layer.get_seq_length()) for layer in cache.layers)
 
 
-def cache_bytes(cache: Any) -> int:
-    """Bytes that the cached tensors hold."""
-    return sum(
-        k.numel() * k.element_size() + v.numel() * v.element_size() for k, v in read_cache(cache)
-    )
-
-
 def check_transformers() -> None:
     """Refuse a transformers whose cache interface differs from the one driven here.
 
