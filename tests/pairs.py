@@ -8,6 +8,7 @@ import torch
 
 from kvferry.calibration.corpus import load_miniature
 from kvferry.calibration.reader import PairReader, PairTrace
+from kvferry.calibration.replay import TextReplay
 from kvferry.calibration.statistics import (
     CalibrationPlan,
     MomentsModule,
@@ -52,4 +53,7 @@ def statistics_of(source: str, target: str, passages: int = 12) -> Statistics:
     with torch.no_grad():
         for trace in traces:
             module.add(trace)
-    return Statistics(reader.source.geometry, reader.target.geometry, layouts, moments, code)
+    geometries = reader.source.geometry, reader.target.geometry
+    texts = [trace.tokens.text for trace in traces]
+    replay = TextReplay(reader, {"calibration": texts}, TOKENS, code)
+    return Statistics(*geometries, layouts, moments, code, replay)

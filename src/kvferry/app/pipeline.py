@@ -9,7 +9,7 @@ import subprocess
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from kvferry.app.mapper import build_mapper
 from kvferry.app.progress import progress
 from kvferry.app.schema import RunConfig
 from kvferry.calibration.reader import PairReader
+from kvferry.calibration.replay import TextReplay
 from kvferry.calibration.statistics import CalibrationPlan, collect_statistics
 from kvferry.calibration.trace_store import TraceStore
 from kvferry.evals.contexts import ContextShape, EvalContext, read_context
@@ -54,6 +55,10 @@ def fit(cfg: RunConfig, folder: Path, log: RunLogger) -> None:
     texts = corpora.calibration
     started = time.perf_counter()
     statistics = _statistics(cfg, reader, method, texts)
+    replay = TextReplay(
+        reader, corpora.replayed(cfg.eval), cfg.data.passage_tokens, statistics.code
+    )
+    statistics = replace(statistics, replay=replay)
     collected = time.perf_counter()
     mapper = method.fit(statistics)
     fitted = time.perf_counter()

@@ -37,17 +37,17 @@ class Passage:
 
 @dataclass(frozen=True)
 class Split:
-    """Disjoint passages to fit on and to evaluate on, with counts of the others."""
+    """Disjoint passages to fit on and to evaluate on, and the others."""
 
     calibration: tuple[Passage, ...]
     held_out: tuple[Passage, ...]
+    unused: tuple[Passage, ...]
     duplicates: int
-    unused: int
 
     def __str__(self) -> str:
         return (
             f"{len(self.calibration)} passages to calibrate, {len(self.held_out)} held out, "
-            f"{self.unused} unused, {self.duplicates} duplicates dropped"
+            f"{len(self.unused)} unused, {self.duplicates} duplicates dropped"
         )
 
 
@@ -77,7 +77,7 @@ def split_passages(
         calibration=tuple(pool[:calibration]),
         held_out=tuple(distinct[len(distinct) - held_out :]),
         duplicates=len(passages) - len(distinct),
-        unused=len(pool) - calibration,
+        unused=tuple(pool[calibration:]),
     )
 
 

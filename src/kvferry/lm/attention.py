@@ -8,9 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from jaxtyping import Float
+import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvferry.lm.rope import apply_rope, strip_rope
 
 
 @dataclass(frozen=True)
@@ -19,11 +22,16 @@ class AttentionCall:
 
     Args:
         layer: index of the layer.
+        queries: rotated, ``[batch, query_heads, queries, dim]``.
+        scale, softcap: what scores are multiplied with, and capped at (None: not).
         keys, values: of context and new tokens, rotated, ``[batch, kv_heads, tokens, dim]``.
         output: ``[batch, queries, query_heads, dim]``.
     """
 
     layer: int
+    queries: Float[Tensor, "batch query_heads queries dim"]
+    scale: float
+    softcap: float | None
     keys: Float[Tensor, "batch kv_heads tokens dim"]
     values: Float[Tensor, "batch kv_heads tokens dim"]
     output: Float[Tensor, "batch queries query_heads dim"]
@@ -49,6 +57,74 @@ def attention_implementation(config: Any) -> str:
     return "eager" if getattr(text, "attn_logit_softcapping", None) else "sdpa"
 
 
+@dataclass(frozen=True)
+class QueryTrace:
+    """What one layer's queries asked of one text without padding, as a function of its keys.
+
+    Args:
+        queries: rotated, ``[query_heads, tokens, dim]``.
+        cos, sin: of the layer at each token, ``[1, tokens, rotary]``.
+        window: tokens that a query sees, itself included; None sees all before it.
+    """
+
+    queries: Float[Tensor, "query_heads tokens dim"]
+    cos: Float[Tensor, "1 tokens rotary"]
+    sin: Float[Tensor, "1 tokens rotary"]
+    scale: float
+    softcap: float | None = None
+    window: int | None = None
+
+    def rotate(
+        self, content: Float[Tensor, "kv_heads tokens dim"]
+    ) -> Float[Tensor, "kv_heads tokens dim"]:
+        """Position-free keys put at their positions."""
+        return apply_rope(content[None], self.cos, self.sin)[0]
+
+    def content_queries(
+        self, rows: Int64[Tensor, " rows"], keys_at: Int64[Tensor, " rows"]
+    ) -> Float[Tensor, "query_heads rows dim"]:
+        """Queries un-rotated by the position of the key that each meets: R_i^-1 q_c.
+
+        Their product with a position-free key is the score of the rotated pair, before scaling.
+        """
+        turned = strip_rope(self.queries[None, :, rows], self.cos[:, keys_at], self.sin[:, keys_at])
+        length = (self.cos[:, keys_at] ** 2 + self.sin[:, keys_at] ** 2).unsqueeze(1)
+        rotary = length.shape[-1]
+        turned[..., :rotary] *= length
+        return turned[0]
+
+    def weights(
+        self, rows: Int64[Tensor, " rows"], content: Float[Tensor, "kv_heads tokens dim"]
+    ) -> Float[Tensor, "query_heads rows tokens"]:
+        """Attention of the queries at ``rows`` over position-free keys, native or mapped.
+
+        Only the rows asked for are formed: memory is their number times the tokens.
+        """
+        keys = self.rotate(content)
+        groups = self.queries.shape[0] // keys.shape[0]
+        queries = self.queries[:, rows].float().view(keys.shape[0], groups, len(rows), -1)
+        scores = torch.einsum("hgrd,htd->hgrt", queries, keys) * self.scale
+        if self.softcap is not None:
+            scores = torch.tanh(scores / self.softcap) * self.softcap
+        behind = rows[:, None] - torch.arange(keys.shape[1], device=rows.device)
+        hidden = behind < 0
+        if self.window is not None:
+            hidden = hidden | (behind >= self.window)
+        return scores.masked_fill(hidden, -torch.inf).softmax(dim=-1).flatten(0, 1)
+
+    def attend(
+        self,
+        rows: Int64[Tensor, " rows"],
+        content: Float[Tensor, "kv_heads tokens dim"],
+        values: Float[Tensor, "kv_heads tokens dim"],
+    ) -> Float[Tensor, "query_heads rows dim"]:
+        """Attention output of the queries at ``rows``."""
+        weights = self.weights(rows, content)
+        groups = weights.shape[0] // values.shape[0]
+        grouped = weights.view(values.shape[0], groups, *weights.shape[1:])
+        return torch.einsum("hgrt,htd->hgrd", grouped, values.float()).flatten(0, 1)
+
+
 @contextmanager
 def record_attention(model: Any) -> Iterator[list[AttentionCall]]:
     """Collect the attention calls of every forward pass inside the block."""
@@ -67,7 +143,18 @@ def record_attention(model: Any) -> Iterator[list[AttentionCall]]:
             return output
 
         result = original(module, query, key, value, mask, **options)
-        calls.append(AttentionCall(module.layer_idx, key, value, result[0], again))
+        calls.append(
+            AttentionCall(
+                layer=module.layer_idx,
+                queries=query,
+                scale=float(options.get("scaling") or query.shape[-1] ** -0.5),
+                softcap=options.get("softcap"),
+                keys=key,
+                values=value,
+                output=result[0],
+                _again=again,
+            )
+        )
         return result
 
     # Under its own name, so that the model keeps building the masks that belong to it.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -17,6 +17,7 @@ from kvferry.lm.geometry import KVGeometry
 from kvferry.mappers.affine import AffineGroup, AffineMapper
 from kvferry.mappers.inputs import SourceCode
 from kvferry.mappers.layout import Component, FeatureBlock, FeatureLayout
+from kvferry.mappers.observation import Observation, Replay, ReplaySplit
 from kvferry.stats.moments import Moments
 from kvferry.stats.recolour import Metric, recolour
 from kvferry.stats.ridge import RidgeFactor
@@ -32,6 +33,7 @@ class Statistics:
             layers in order.
         moments: by component.
         code: the source code that "code" columns were made with.
+        replay: reads calibration texts again, with the target's queries; None where there is none.
     """
 
     source: KVGeometry
@@ -39,6 +41,20 @@ class Statistics:
     layouts: dict[Component, FeatureLayout]
     moments: dict[Component, Moments]
     code: SourceCode | None
+    replay: Replay | None = None
+
+    def observe(self, passages: int, split: ReplaySplit = "calibration") -> Iterator[Observation]:
+        """Observations for a method that weighs attention.
+
+        Raises:
+            ConfigurationError: these statistics came without their texts.
+        """
+        if self.replay is None:
+            raise ConfigurationError(
+                "This method looks at attention, and the calibration text is not at hand.",
+                fix="fit it through a run, or give Statistics a replay",
+            )
+        return self.replay(passages, split)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,64 @@
+"""Calibration texts read again, with the target's queries: for methods that weigh attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvferry.calibration.reader import PairReader, PairTrace, TokenPair
+from kvferry.lm.attention import QueryTrace, record_attention
+from kvferry.mappers.inputs import SourceCode
+from kvferry.mappers.observation import Observation, ReplaySplit
+
+
+@dataclass(frozen=True)
+class TextReplay:
+    """Runs both models over some texts, one at a time.
+
+    Args:
+        texts: by split; selection falls back to the calibration texts where there are no others.
+        passage_tokens: source tokens that each text is cut to.
+        each: told when a text has been read, for a progress bar.
+    """
+
+    reader: PairReader
+    texts: Mapping[ReplaySplit, Sequence[str]]
+    passage_tokens: int
+    code: SourceCode | None
+    each: Callable[[], None] = lambda: None
+
+    def __call__(self, passages: int, split: ReplaySplit = "calibration") -> Iterator[Observation]:
+        """See :class:`kvferry.mappers.observation.Replay`."""
+        texts = self.texts.get(split) or self.texts["calibration"]
+        step = max(len(texts) // max(passages, 1), 1)
+        for text in texts[::step][:passages]:
+            pair = self.reader.tokenize(text, self.passage_tokens)
+            yield observe(self.reader, pair, self.code)
+            self.each()
+
+
+@torch.inference_mode()
+def observe(reader: PairReader, pair: TokenPair, code: SourceCode | None) -> Observation:
+    """Read one text with both models and keep the target's queries."""
+    ids, mask = reader.source.batch([pair.source_ids])
+    source = reader.source.content(reader.source.prefill(ids, mask))
+    target = reader.target
+    ids, mask = target.batch([pair.target_ids])
+    with record_attention(target.model) as calls:
+        read = target.prefill(ids, mask)
+    trace = PairTrace(pair, source, target.content(read))
+    tables = target.rotary.at(read.positions)
+    queries = tuple(
+        QueryTrace(
+            queries=call.queries[0],
+            cos=tables[call.layer][0],
+            sin=tables[call.layer][1],
+            scale=call.scale,
+            softcap=call.softcap,
+            window=target.geometry.layers[call.layer].window,
+        )
+        for call in calls
+    )
+    return Observation(trace.inputs(code), trace.target, queries, len(target.sink_ids))
