@@ -13,6 +13,7 @@ METHODS: dict[str, MapperMethod] = {
     "full_head_ridge": FullHeadRidge(),
     "full_head_ridge_top2": FullHeadRidge(source_layers=2),
     "heterofold": HeteroFold(),
+    "heterofold_anchored": HeteroFold(anchor_context=1, neighbours=True, native_layers=1),
     "heterofold_all": HeteroFold(window="all", recolour_metric="raw"),
     "anchored": Anchored(),
     "random": Random(),

@@ -15,6 +15,7 @@ from kvferry.align.layers import LayerSupport
 from kvferry.errors import ConfigurationError
 from kvferry.lm.geometry import KVGeometry
 from kvferry.mappers.affine import AffineGroup, AffineMapper
+from kvferry.mappers.anchors import AnchorReads
 from kvferry.mappers.inputs import SourceCode
 from kvferry.mappers.layout import Component, FeatureBlock, FeatureLayout
 from kvferry.mappers.observation import Observation, Replay, ReplaySplit
@@ -109,12 +110,13 @@ class MapperMethod(ABC):
         """Fit to the statistics of a calibration text."""
 
 
-def source_reads(
-    statistics: Statistics, component: Component, support: LayerSupport
+def layer_reads(
+    statistics: Statistics, component: Component, support: LayerSupport, anchors: AnchorReads
 ) -> list[tuple[FeatureBlock, ...]]:
-    """By target layer, the source blocks of its supported layers."""
-    blocks = statistics.layouts[component].of_kind("source")
-    return [tuple(blocks[layer] for layer in layers) for layers in support.layers]
+    """By target layer, the source blocks of its supported layers and those of ``anchors``."""
+    layout = statistics.layouts[component]
+    blocks, extra = layout.of_kind("source"), anchors.blocks(layout, statistics.target)
+    return [(*(blocks[layer] for layer in layers), *extra) for layers in support.layers]
 
 
 def fit_affine(
@@ -129,7 +131,8 @@ def fit_affine(
     """Ridge, then recolouring, for every target layer from its own blocks.
 
     Args:
-        reads: by component, the blocks of each target layer, native ones included (ignored).
+        reads: by component, the blocks of each target layer, native ones included (ignored);
+            see :func:`layer_reads`.
         relative_ridge, absolute_ridge: penalty as a share of the inputs' mean variance, or as is.
 
     Layers with the same blocks share one factorisation; groups are also split by window, so that

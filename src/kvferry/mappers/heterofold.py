@@ -7,14 +7,15 @@ from typing import ClassVar, Literal
 
 from kvferry.align.layers import all_layers, relative_depth
 from kvferry.mappers.affine import AffineMapper
+from kvferry.mappers.anchors import AnchorReads, NativeLayers
 from kvferry.mappers.base import (
     MapperMethod,
     Recolouring,
     Statistics,
     fit_affine,
+    layer_reads,
     positive_or_all,
     require,
-    source_reads,
 )
 from kvferry.mappers.layout import COMPONENTS
 from kvferry.stats.recolour import Metric
@@ -29,6 +30,7 @@ class HeteroFold(MapperMethod):
         ridge: penalty as a share of the inputs' mean variance.
         recolour_metric: "whitened" as published, "raw" for least error at that covariance.
         recolour_keys, recolour_values: strength; 1 restores the receiver's covariance.
+        anchor_context, neighbours, native_layers: see :class:`AnchorReads`; off as published.
 
     Source: arXiv 2609.32259, without its behavioural calibration.
     """
@@ -38,6 +40,9 @@ class HeteroFold(MapperMethod):
     recolour_metric: Metric = "whitened"
     recolour_keys: float = 1.0
     recolour_values: float = 1.0
+    anchor_context: int = -1
+    neighbours: bool = False
+    native_layers: NativeLayers = 0
 
     pretty_name: ClassVar[str] = "HeteroFold"
     reference_url: ClassVar[str] = "https://arxiv.org/abs/2609.32259"
@@ -46,11 +51,16 @@ class HeteroFold(MapperMethod):
         require(
             {
                 "window must be all or at least 1": positive_or_all(self.window),
+                **self._anchors.rules(),
                 "ridge must not be negative": self.ridge >= 0,
                 "recolour_keys must lie in 0..1": 0 <= self.recolour_keys <= 1,
                 "recolour_values must lie in 0..1": 0 <= self.recolour_values <= 1,
             }
         )
+
+    @property
+    def _anchors(self) -> AnchorReads:
+        return AnchorReads(self.anchor_context, self.neighbours, self.native_layers)
 
     def fit(self, statistics: Statistics) -> AffineMapper:
         """Relative-depth support, ridge, recolouring."""
@@ -60,9 +70,11 @@ class HeteroFold(MapperMethod):
             if self.window == "all"
             else relative_depth(depth, target_depth, self.window)
         )
+        anchors = self._anchors
         return fit_affine(
             statistics,
-            {c: source_reads(statistics, c, support) for c in COMPONENTS},
+            {c: layer_reads(statistics, c, support, anchors) for c in COMPONENTS},
             relative_ridge=self.ridge,
             recolouring=Recolouring(self.recolour_keys, self.recolour_values, self.recolour_metric),
+            native_layers=anchors.native_depth(statistics.target),
         )

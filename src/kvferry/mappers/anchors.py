@@ -1,0 +1,60 @@
+"""What a map may read besides the aligned source token: an option of every method."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kvferry.lm.geometry import KVGeometry
+from kvferry.mappers.layout import FeatureBlock, FeatureLayout
+
+AUTO_NATIVE_SHARE = 0.1
+
+NativeLayers = int | Literal["auto"]
+
+
+@dataclass(frozen=True)
+class AnchorReads:
+    """The target's free content, its native prefix, and neighbouring source tokens.
+
+    Args:
+        context: predecessors whose layer-0 content is read besides the token's own; -1 reads none.
+        neighbours: read the low-rank code of the source tokens before and after, and of the other
+            component at the token itself.
+        native_layers: target layers taken exactly; layer 0 is free, each further one is run by the
+            target. "auto" takes a tenth of its depth.
+    """
+
+    context: int = -1
+    neighbours: bool = False
+    native_layers: NativeLayers = 0
+
+    def rules(self) -> dict[str, bool]:
+        """What settings must be, and whether they are."""
+        return {
+            "anchor_context must be at least -1": self.context >= -1,
+            "native_layers must be auto or at least 0": self.native_layers == "auto"
+            or self.native_layers >= 0,
+        }
+
+    def native_depth(self, target: KVGeometry) -> int:
+        """How many of the target's layers are exact."""
+        if self.native_layers != "auto":
+            return self.native_layers
+        return max(1, int(AUTO_NATIVE_SHARE * len(target.layers)))
+
+    def blocks(self, layout: FeatureLayout, target: KVGeometry) -> tuple[FeatureBlock, ...]:
+        """Input blocks of ``layout`` that are read, in its order."""
+        native = self.native_depth(target)
+        return tuple(block for block in layout.blocks if self._reads(block, native))
+
+    def _reads(self, block: FeatureBlock, native: int) -> bool:
+        match block.kind:
+            case "source":
+                return False
+            case "code":
+                return self.neighbours
+            case "anchor":
+                return block.index <= self.context
+            case "native":
+                return block.index < native
