@@ -19,7 +19,7 @@ from kvferry.errors import ArtefactError, InputError
 from kvferry.handoff.provenance import Provenance
 from kvferry.lm.content import ContentKV
 from kvferry.lm.model import Prefill
-from kvferry.mappers.affine import AffineMapper
+from kvferry.mappers.affine import AffineMapper, sink_places
 from kvferry.mappers.inputs import MapperInputs
 from kvferry.mappers.layout import COMPONENTS
 
@@ -128,6 +128,7 @@ class Handoff:
         reads = self.mapper.source_layers
         return self.reader.source.content(prefill, reads["keys"], reads["values"])
 
+    @torch.inference_mode()
     def map_content(self, source: ContentKV, tokens: TokenPair, tail: int = 0) -> ContentKV:
         """Target content of one context, all but its last ``tail`` tokens.
 
@@ -139,7 +140,9 @@ class Handoff:
         native = None
         if self.mapper.native_layers > 1:
             batch, mask = target.batch([ids])
-            native = target.native_prefix(batch, mask, self.mapper.native_layers)
+            native = target.native_prefix(
+                batch, mask, self.mapper.native_layers, self.mapper.product_dtype
+            )
         inputs = MapperInputs(
             source=source,
             alignment=tokens.alignment.narrow(0, len(ids)),
@@ -213,15 +216,23 @@ class Handoff:
             )
         return min(wanted, len(tokens.target_ids) - len(self.reader.target.sink_ids) - 1)
 
+    @torch.inference_mode()
     def keep_prefix(self, content: ContentKV) -> ContentKV:
-        """Put the target's own prefix over the mapped one, in place, where it is still held."""
-        width = self.prefix.tokens
+        """Put the target's own prefix over the mapped one, in place.
+
+        Where it has left the window, it stands in for as many mapped tokens as the mapper says.
+        """
+        width, planted = self.prefix.tokens, self.mapper.planted_sinks
         for component in COMPONENTS:
             mapped: dict[int, Tensor] = getattr(content, component)
             own: dict[int, Tensor] = getattr(self.prefix, component)
-            for layer in range(self.mapper.native_layers, len(mapped)):
-                if mapped[layer].shape[2] == content.tokens:
+            for layer in mapped:
+                held = mapped[layer].shape[2]
+                if held == content.tokens:
                     mapped[layer][:, :, :width] = own[layer]
+                elif layer >= self.mapper.native_layers:
+                    places = sink_places(planted, held)
+                    mapped[layer][:, :, places] = own[layer][:, :, :1]
         return content
 
     def _stamp(self, content: ContentKV, tail: int) -> Provenance:

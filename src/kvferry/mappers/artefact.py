@@ -70,6 +70,7 @@ class Manifest:
     calibration: dict[str, Any]
     weights_sha256: str = ""
     native_layers: int = 0
+    planted_sinks: int = 0
     groups: list[dict[str, Any]] = field(default_factory=list)
     git_commit: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -98,6 +99,7 @@ def save_mapper(folder: Path, mapper: AffineMapper, manifest: Manifest, config: 
             manifest,
             weights_sha256=file_sha256(temporary / WEIGHTS),
             native_layers=mapper.native_layers,
+            planted_sinks=mapper.planted_sinks,
             groups=[_group_record(group) for group in mapper.groups],
             versions={
                 "kvferry": kvferry.__version__,
@@ -235,7 +237,14 @@ def _mapper(
     code = None
     if "code.keys" in tensors:
         code = SourceCode({c: tensors[f"code.{c}"].to(target.device) for c in COMPONENTS})
-    return AffineMapper(source.geometry, target.geometry, groups, code, manifest.native_layers)
+    return AffineMapper(
+        source.geometry,
+        target.geometry,
+        groups,
+        code,
+        native_layers=manifest.native_layers,
+        planted_sinks=manifest.planted_sinks,
+    )
 
 
 def _card(manifest: Manifest, mapper: AffineMapper) -> str:
