@@ -17,7 +17,8 @@ from kvferry.app.folder import RunFolder
 from kvferry.app.run import execute
 from kvferry.app.schema import RunConfig
 from kvferry.app.screen import AskScreen
-from kvferry.errors import ArtefactError, InputError
+from kvferry.errors import ArtefactError, HubError, InputError
+from kvferry.mappers.card import NOT_EVALUATED
 from kvferry.results.rows import read_rows
 
 SMALL = ["data.calibration_passages=8", "data.held_out_passages=4", "data.passage_tokens=200"]
@@ -49,6 +50,24 @@ def test_a_run_leaves_what_it_promises(finished: RunConfig) -> None:
     assert "SmolLM2" in page and "http://" not in page.replace("http://www.w3.org", "")
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     assert any("fit/parameters" in json.loads(line) for line in lines)
+
+
+def test_the_card_shows_what_was_measured(finished: RunConfig) -> None:
+    card = (RunFolder.of(finished).path / "mapper" / "README.md").read_text()
+    assert "recall kept" in card.lower() and "| zero context |" in card and "n = 2" in card
+    assert NOT_EVALUATED not in card and "license: gemma" in card
+    assert str(RunFolder.of(finished).path.parent) not in card
+
+
+def test_push_without_a_login_is_a_message(
+    finished: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.hf_api.get_token", lambda: None)
+    words = ["push", str(RunFolder.of(finished).path), "me/ferry"]
+    done = CliRunner().invoke(app, words)
+    assert isinstance(done.exception, HubError) and "hf auth login" in str(done.exception)
+    done = CliRunner().invoke(app, ["push", "/no/such/run", "me/ferry"])
+    assert isinstance(done.exception, ArtefactError)
 
 
 def test_the_same_settings_give_the_same_numbers(finished: RunConfig, tmp_path: Path) -> None:

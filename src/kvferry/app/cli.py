@@ -1,4 +1,4 @@
-"""The installed command line: `kvferry ask`, `kvferry doctor`."""
+"""The installed command line: `kvferry ask`, `kvferry doctor`, `kvferry push`."""
 
 from __future__ import annotations
 
@@ -100,3 +100,19 @@ def doctor(
         print(examination.to_json(report))
     else:
         examination.show(report, Console())
+
+
+@app.command()
+def push(
+    run: Annotated[Path, typer.Argument(help="A run folder, or a fitted mapper folder.")],
+    repo_id: Annotated[str, typer.Argument(help="OWNER/NAME on the hub; made if not there.")],
+    private: Annotated[bool, typer.Option("--private", help="If it is made.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch to commit to.")] = None,
+) -> None:
+    """Publish a fitted mapper with its model card (`hf auth login` first)."""
+    from kvferry.app.publish import push as publish
+
+    done = publish(run, repo_id, private=private, revision=revision)
+    print(done.address)
+    if not done.evaluated:
+        print("Its card shows no numbers: the run was not evaluated.", file=sys.stderr)

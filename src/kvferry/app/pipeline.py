@@ -25,7 +25,7 @@ from kvferry.app.folder import CONFIG, MAPPER, REPORT, ROWS
 from kvferry.app.loggers import RunLogger
 from kvferry.app.mapper import build_mapper
 from kvferry.app.progress import progress
-from kvferry.app.schema import RunConfig
+from kvferry.app.schema import RunConfig, to_plain
 from kvferry.calibration.reader import PairReader
 from kvferry.calibration.replay import TextReplay
 from kvferry.calibration.statistics import CalibrationPlan, collect_statistics
@@ -37,14 +37,27 @@ from kvferry.evals.rows import ladder_rows, latency_rows, size_rows
 from kvferry.evals.samples import continue_text
 from kvferry.handoff.handoff import Handoff
 from kvferry.lm.loading import load_language_model
+from kvferry.lm.sources import ModelSpec
 from kvferry.lm.store import cache_root
-from kvferry.mappers.artefact import WEIGHTS, Manifest, ModelIdentity, load_mapper, save_mapper
+from kvferry.mappers.artefact import (
+    WEIGHTS,
+    Manifest,
+    ModelIdentity,
+    load_mapper,
+    read_manifest,
+    save_mapper,
+)
 from kvferry.mappers.base import MapperMethod, Statistics
+from kvferry.mappers.card import write_card
 from kvferry.results.report import ContinuationSample, write_report
 from kvferry.results.rows import ResultRow, RowStamp, read_rows, write_atomically, write_rows
-from kvferry.results.tables import print_tables
+from kvferry.results.tables import markdown_table, print_tables
 
 SAMPLES = "samples.json"
+ON_CARD = ("kl", "nll_retention", "recall_kept", "top1_agreement")
+CARD_LEGEND = """Beside the carried cache (*mapped*) stand what the target decodes from otherwise.
+KL: nats a token from native, lower is better. NLL retention and recall kept: 1 is native, 0 is no
+context. In brackets 95 % bootstrap intervals over n contexts."""
 
 
 def fit(cfg: RunConfig, folder: Path, log: RunLogger) -> None:
@@ -71,8 +84,8 @@ def fit(cfg: RunConfig, folder: Path, log: RunLogger) -> None:
             method=method.pretty_name,
             reference_url=method.reference_url,
             fields=dict(vars(method)),
-            source=ModelIdentity.of(reader.source),
-            target=ModelIdentity.of(reader.target),
+            source=ModelIdentity.of(reader.source, _origin(cfg, cfg.source)),
+            target=ModelIdentity.of(reader.target, _origin(cfg, cfg.target)),
             calibration={
                 "corpus": corpora.fingerprint(texts),
                 "passages": len(texts),
@@ -134,7 +147,15 @@ def evaluate(cfg: RunConfig, folder: Path, log: RunLogger) -> None:
             )
     rows += latency_rows(stamp, timings, cfg.eval.bootstrap_resamples)
     write_rows(folder / ROWS, rows)
+    _show_on_card(folder / MAPPER, handoff.mapper.parameters, rows)
     write_atomically(folder / SAMPLES, json.dumps([asdict(sample) for sample in samples]).encode())
+
+
+def _show_on_card(mapper: Path, parameters: int, rows: Sequence[ResultRow]) -> None:
+    shown = [row for row in rows if row.metric in ON_CARD and row.layer is None]
+    text = f"{CARD_LEGEND}\n\n{markdown_table(shown)}"
+    size = (mapper / WEIGHTS).stat().st_size
+    write_card(mapper, read_manifest(mapper), parameters, size, text)
 
 
 def report(cfg: RunConfig, folder: Path, log: RunLogger) -> None:
@@ -298,6 +319,14 @@ def _sample(cfg: RunConfig, handoff: Handoff, context: EvalContext) -> Continuat
         label=cfg.pair.name,
         **made,
     )
+
+
+def _origin(cfg: RunConfig, spec: ModelSpec) -> dict[str, Any]:
+    """Where a mapper finds this model again; a folder of this machine says nothing elsewhere."""
+    if spec.folder is not None and spec.size == "full":
+        return {"spec": {}, "dtype": cfg.trainer.model_dtype, "licence": spec.licence}
+    values = {**to_plain(spec), "folder": None}
+    return {"spec": values, "dtype": cfg.trainer.model_dtype, "seed": cfg.seed}
 
 
 def _cache(cfg: RunConfig) -> Path | None:
