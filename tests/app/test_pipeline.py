@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from kvferry.app.asking import AskRequest
 from kvferry.app.cli import app
 from kvferry.app.compose import compose
 from kvferry.app.folder import RunFolder
+from kvferry.app.ranks import RankError, companions
 from kvferry.app.run import execute
 from kvferry.app.schema import RunConfig
 from kvferry.app.screen import AskScreen
@@ -68,6 +70,44 @@ def test_push_without_a_login_is_a_message(
     assert isinstance(done.exception, HubError) and "hf auth login" in str(done.exception)
     done = CliRunner().invoke(app, ["push", "/no/such/run", "me/ferry"])
     assert isinstance(done.exception, ArtefactError)
+
+
+def test_two_ranks_calibrate_and_one_writes(tmp_path: Path) -> None:
+    words = ["trainer=two_cpu_ranks", "seed=7", f"cache={tmp_path / 'cache'}"]
+    cfg = settings(tmp_path, "pair=smollm2_gemma3", "mapper=heterofold", *words)
+    assert execute(cfg) == 0
+    folder = RunFolder.of(cfg).path
+    rows = read_rows(folder / "rows.parquet")
+    assert len({row.key for row in rows}) == len(rows) > 0
+    manifest = json.loads((folder / "mapper" / "manifest.json").read_text())
+    alone = settings(tmp_path, "pair=smollm2_gemma3", "mapper=heterofold", "seed=7", "stages=[fit]")
+    assert execute(alone) == 0
+    other = json.loads((RunFolder.of(alone).path / "mapper" / "manifest.json").read_text())
+    assert manifest["calibration"] == other["calibration"]
+    assert not (folder / "rank-1.log").read_text().count("Traceback")
+    told = (folder / "metrics.jsonl").read_text().splitlines()
+    assert sum("fit/rows" in line for line in told) == 1
+
+
+def test_a_rank_that_dies_is_named(tmp_path: Path) -> None:
+    """Its last words are told, instead of a wait for a process that will not come."""
+    with pytest.raises(RankError, match="Rank 1") as caught, companions(tmp_path, 2):
+        raise AssertionError("never ready")
+    assert "run folder" in str(caught.value)
+
+
+def test_the_cache_keeps_to_its_limit_and_what_the_run_uses(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    old = cache / "traces" / "other" / "old.safetensors"
+    old.parent.mkdir(parents=True)
+    old.write_bytes(b"x" * 1000)
+    os.utime(old, (1, 1))
+    cfg = settings(tmp_path, "mapper=heterofold", f"cache={cache}", "cache_limit_gb=0")
+    assert cfg.config_hash == settings(tmp_path, "mapper=heterofold").config_hash
+    assert execute(cfg) == 0
+    assert not old.exists()
+    assert list((cache / "traces").rglob("*.safetensors")), "its own traces are the run's"
+    assert list((cache / "moments").rglob("progress.json"))
 
 
 def test_the_same_settings_give_the_same_numbers(finished: RunConfig, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The installed command line: `kvferry ask`, `kvferry doctor`, `kvferry push`."""
+"""The installed command line: `kvferry ask`, `doctor`, `push`, `clean`."""
 
 from __future__ import annotations
 
@@ -116,3 +116,18 @@ def push(
     print(done.address)
     if not done.evaluated:
         print("Its card shows no numbers: the run was not evaluated.", file=sys.stderr)
+
+
+@app.command()
+def clean(
+    to_gb: Annotated[
+        float | None,
+        typer.Option(min=0, help="What may stay; default: the cache's limit. 0 frees all of it."),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Free it; without, only say what.")] = False,
+    cache: Annotated[Path | None, typer.Option(help="The cache folder to clean.")] = None,
+) -> None:
+    """Free moments and traces that were not used for longest; models and text stay."""
+    from kvferry.app.clean import clean as shrink
+
+    shrink(cache, to_gb, yes, Console())
