@@ -72,6 +72,8 @@ def test_what_is_pushed_is_loaded_again(
     artefact = MapperArtefact.from_pretrained(mapper)
     address = artefact.push_to_hub("me/ferry", api=api)
     assert address == "https://hub/me/ferry/commit/1"
+    assert artefact.push_to_hub("me/boat", api=api).endswith("me/boat/commit/1")
+    assert 'Handoff.load("me/boat"' in (tmp_path / "hub/me/boat" / CARD).read_text()
     assert sorted(p.name for p in (tmp_path / "hub/me/ferry").iterdir()) == sorted(FILES)
     card = (tmp_path / "hub/me/ferry" / CARD).read_text()
     assert 'Handoff.load("me/ferry"' in card and PLACE not in card
@@ -152,6 +154,17 @@ def test_a_damaged_mapper_is_not_published(mapper: Path, tmp_path: Path) -> None
     with pytest.raises(ArtefactError, match="changed"):
         artefact.push_to_hub("me/ferry", api=FakeHub(tmp_path / "hub"))
     assert not (tmp_path / "hub").exists()
+
+
+def test_a_failed_upload_leaves_the_card_as_it_was(mapper: Path, tmp_path: Path) -> None:
+    class Unreachable(FakeHub):
+        def upload_folder(self, **_: Any) -> Any:  # type: ignore[override]
+            raise httpx.ConnectError("no route")
+
+    before = (mapper / CARD).read_text()
+    with pytest.raises(HubError, match="does not answer"):
+        MapperArtefact.from_pretrained(mapper).push_to_hub("me/x", api=Unreachable(tmp_path))
+    assert (mapper / CARD).read_text() == before
 
 
 def test_without_a_login_it_says_how(mapper: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytorch_lightning
 import torch
 import transformers
+from omegaconf import OmegaConf
 from rich.console import Console
 
 import kvferry
@@ -98,7 +99,7 @@ def fit(cfg: RunConfig, folder: Path, log: RunLogger) -> None:
             },
             git_commit=_git_commit(),
         ),
-        (folder / CONFIG).read_text(),
+        _portable_settings(cfg),
     )
     log.log_metrics(
         {
@@ -361,6 +362,13 @@ def _sample(cfg: RunConfig, handoff: Handoff, context: EvalContext) -> Continuat
         label=cfg.pair.name,
         **made,
     )
+
+
+def _portable_settings(cfg: RunConfig) -> str:
+    """The YAML of what changes results, without where things lie on this machine."""
+    values = {"name": cfg.name, **cfg.identity()}
+    text: str = OmegaConf.to_yaml(OmegaConf.create(values))
+    return text.replace(str(Path.home()), "~")
 
 
 def _origin(cfg: RunConfig, spec: ModelSpec) -> dict[str, Any]:

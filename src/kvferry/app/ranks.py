@@ -12,6 +12,7 @@ from pathlib import Path
 from kvferry.calibration.ranks import Rank, free_port
 from kvferry.errors import KVFerryError
 
+COMMAND = (sys.executable, "-m", "kvferry.app.worker")
 READY = "ready"
 _PATIENCE = 30.0
 """Seconds in which a process that has nothing left to do must end."""
@@ -72,7 +73,7 @@ class _Worker:
         words = [str(folder), str(rank.index), str(rank.count), str(rank.port)]
         with log.open("w") as errors:
             process = subprocess.Popen(
-                [sys.executable, "-m", "kvferry.app.worker", *words],
+                [*COMMAND, *words],
                 # It ends when this pipe closes, however this process comes to its end.
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -84,17 +85,22 @@ class _Worker:
     def wait_until_ready(self) -> None:
         assert self.process.stdout is not None
         if self.process.stdout.readline().strip() != READY:
-            self.process.wait(_PATIENCE)
+            self._failed_within(_PATIENCE)
             raise self._failure()
 
     def wait_until_done(self) -> None:
-        if self.process.wait(_PATIENCE) != 0:
+        if self._failed_within(_PATIENCE):
             raise self._failure()
 
     def raise_if_failed(self, cause: Exception) -> None:
+        if self._failed_within(5.0):
+            raise self._failure() from cause
+
+    def _failed_within(self, seconds: float) -> bool:
+        """One that is still running has not failed: all that it has to give, it gave."""
         with suppress(subprocess.TimeoutExpired):
-            if self.process.wait(5.0) != 0:
-                raise self._failure() from cause
+            return self.process.wait(seconds) != 0
+        return False
 
     def end(self) -> None:
         self.process.kill()

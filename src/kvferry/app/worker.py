@@ -32,7 +32,8 @@ def _say_ready() -> None:
 
 
 def _end_with_parent() -> None:
-    sys.stdin.buffer.read()
+    # Not through sys.stdin, whose lock a thread may not hold when the interpreter ends.
+    os.read(0, 1)
     os._exit(1)
 
 

@@ -6,7 +6,7 @@ import socket
 from dataclasses import dataclass
 from datetime import timedelta
 
-from lightning_fabric.plugins.environments import ClusterEnvironment
+from lightning_fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from pytorch_lightning.strategies import DDPStrategy
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -122,6 +123,11 @@ def write_card(
     """
     with new_file(folder / "README.md") as temporary:
         temporary.write_text(model_card(manifest, parameters, storage_bytes, results))
+
+
+def named_at(card: str, repo_id: str) -> str:
+    """A card whose snippet loads the mapper from the hub."""
+    return re.sub(r'Handoff\.load\("[^"]*"', f'Handoff.load("{repo_id}"', card)
 
 
 def _front_matter(manifest: Manifest) -> str:

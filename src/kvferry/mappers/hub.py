@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ from kvferry.mappers.artefact import (
     check_mapper,
     load_mapper,
 )
-from kvferry.mappers.card import PLACE
+from kvferry.mappers.card import named_at
 
 FILES = (WEIGHTS, MANIFEST, CONFIG, CARD)
 
@@ -126,25 +128,37 @@ class MapperArtefact:
         try:
             api.whoami()
             api.create_repo(repo_id, repo_type="model", private=private, exist_ok=True)
-            self._name_place(repo_id)
-            commit = api.upload_folder(
-                repo_id=repo_id,
-                repo_type="model",
-                folder_path=str(self.folder),
-                allow_patterns=list(FILES),
-                revision=revision,
-                commit_message=message or f"{self.manifest.method}, {self.manifest.short_hash}",
-            )
+            with self._named(repo_id):
+                commit = api.upload_folder(
+                    repo_id=repo_id,
+                    repo_type="model",
+                    folder_path=str(self.folder),
+                    allow_patterns=list(FILES),
+                    revision=revision,
+                    commit_message=message or f"{self.manifest.method}, {self.manifest.short_hash}",
+                )
         except Exception as error:
             _raise_told(repo_id, error)
             raise
         return str(getattr(commit, "commit_url", commit))
 
-    def _name_place(self, repo_id: str) -> None:
+    @contextmanager
+    def _named(self, repo_id: str) -> Iterator[None]:
+        """The card names the hub id from here on, unless the body fails."""
         card = self.folder / CARD
-        if card.is_file() and PLACE in (text := card.read_text()):
-            with new_file(card) as temporary:
-                temporary.write_text(text.replace(PLACE, repo_id))
+        if not card.is_file():
+            raise ArtefactError(f"This mapper has no card: {card}", fix="fit the mapper again")
+        before = card.read_text()
+        self._write_card(named_at(before, repo_id))
+        try:
+            yield
+        except BaseException:
+            self._write_card(before)
+            raise
+
+    def _write_card(self, text: str) -> None:
+        with new_file(self.folder / CARD) as temporary:
+            temporary.write_text(text)
 
 
 def _download(repository: str, revision: str | None, api: Any) -> Path:

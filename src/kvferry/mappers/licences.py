@@ -15,8 +15,8 @@ HUB_NAMES: dict[str, str] = {
 _PERMISSIVE = ("apache-2.0", "mit")
 _NOTES: dict[str, str] = {
     "gemma": "Gemma is provided under and subject to the Gemma Terms of Use found at "
-    "https://ai.google.dev/gemma/terms. Its use restrictions pass on to this mapper: hand them on "
-    "with it.",
+    "https://ai.google.dev/gemma/terms. Hand those terms and their use restrictions on with this "
+    "mapper.",
     "llama": "Built with Llama. Llama is licensed under the Llama Community License, Copyright © "
     "Meta Platforms, Inc. All Rights Reserved; see https://www.llama.com/license.",
 }
