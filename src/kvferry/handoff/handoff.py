@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,10 +17,12 @@ from torch import Tensor
 from kvferry.align.tokens import context_token_count
 from kvferry.calibration.reader import PairReader, TokenPair
 from kvferry.errors import ArtefactError, InputError
+from kvferry.handoff.origins import load_pair
 from kvferry.handoff.provenance import Provenance
 from kvferry.lm.content import ContentKV
-from kvferry.lm.model import Prefill
+from kvferry.lm.model import LanguageModel, Prefill
 from kvferry.mappers.affine import AffineMapper, sink_places
+from kvferry.mappers.hub import MapperArtefact
 from kvferry.mappers.inputs import MapperInputs
 from kvferry.mappers.layout import COMPONENTS
 
@@ -82,6 +85,43 @@ class Handoff:
         self.mapper_name = mapper_name
         self.mapper_hash = mapper_hash
         self.native_tail = native_tail
+
+    @classmethod
+    def load(
+        cls,
+        name: str | Path,
+        source: LanguageModel | None = None,
+        target: LanguageModel | None = None,
+        *,
+        native_tail: int = 0,
+        revision: str | None = None,
+        cache_dir: Path | None = None,
+        device: str = "cpu",
+    ) -> Handoff:
+        """A hand-off with a saved mapper.
+
+        Args:
+            name: folder of a fitted mapper, or its hub id.
+            source, target: the two models; those left out are loaded as the mapper knew them.
+            native_tail: see the class.
+            revision: of the mapper on the hub.
+            cache_dir, device: for models that are loaded here.
+
+        Raises:
+            ArtefactError: damaged, or a mapper of another pair, revision or tokenizer.
+            HubError: the mapper cannot be fetched.
+            ModelUnavailableError: a model that was left out cannot be loaded.
+        """
+        artefact = MapperArtefact.from_pretrained(name, revision=revision)
+        source, target = load_pair(artefact.manifest, source, target, cache_dir, device)
+        mapper, manifest = artefact.load(source, target)
+        return cls(
+            PairReader(source, target),
+            mapper,
+            mapper_name=manifest.method,
+            mapper_hash=manifest.short_hash,
+            native_tail=native_tail,
+        )
 
     @cached_property
     def prefix(self) -> ContentKV:
