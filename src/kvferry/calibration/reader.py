@@ -50,6 +50,7 @@ class PairTrace:
             anchors=self.target,
             native=self.target,
             code=code,
+            token_ids=torch.tensor(self.tokens.target_ids, device=self.target.mask.device),
         )
 
 

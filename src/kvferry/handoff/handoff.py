@@ -145,6 +145,7 @@ class Handoff:
             alignment=tokens.alignment.narrow(0, len(ids)),
             anchors=anchors,
             native=native,
+            token_ids=torch.tensor(ids, device=target.device),
         )
         return self.keep_prefix(self.mapper.map(inputs, self.first_tokens(len(ids))))
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvferry.lm.content import ContentKV
 from kvferry.lm.geometry import KVGeometry
+from kvferry.mappers.constants import TokenConstants
 from kvferry.mappers.inputs import MapperInputs, SourceCode
 from kvferry.mappers.layout import COMPONENTS, Component, FeatureBlock, source_layers_read
 
@@ -51,6 +52,8 @@ class AffineMapper:
         native_layers: target layers ``0 .. native_layers - 1`` are exact: layer 0 from the anchors,
             the others from a native prefix.
         product_dtype: number format of the matrix products; sums stay in fp32 registers.
+        sinks: content of some token ids that stands in for what the maps make of them.
+        report: what the fit chose and measured, by name, for manifest and log.
     """
 
     source: KVGeometry
@@ -59,6 +62,8 @@ class AffineMapper:
     code: SourceCode | None = None
     native_layers: int = 0
     product_dtype: torch.dtype = torch.float32
+    sinks: TokenConstants | None = None
+    report: Mapping[str, float] = field(default_factory=dict, compare=False)
 
     def with_precision(self, dtype: torch.dtype) -> AffineMapper:
         """The same mapper with weights and products in ``dtype``."""
@@ -78,19 +83,18 @@ class AffineMapper:
 
     @property
     def parameters(self) -> int:
-        """Coefficients of the maps and of the code, means included."""
+        """Coefficients of the maps, of the code and of the sinks, means included."""
         count = sum(
             g.weight.numel() + g.input_mean.numel() + g.output_mean.numel() for g in self.groups
         )
-        code = self.code.projection.values() if self.code is not None else ()
-        return count + sum(projection.numel() for projection in code)
+        others = self._code_and_sinks()
+        return count + sum(tensor.numel() for tensor in others)
 
     @property
     def storage_bytes(self) -> int:
         """Bytes of the coefficients in their present number formats."""
         tensors = [t for g in self.groups for t in (g.weight, g.input_mean, g.output_mean)]
-        if self.code is not None:
-            tensors += list(self.code.projection.values())
+        tensors += self._code_and_sinks()
         return sum(t.numel() * t.element_size() for t in tensors)
 
     def map(self, inputs: MapperInputs, first_tokens: Sequence[int]) -> ContentKV:
@@ -112,6 +116,9 @@ class AffineMapper:
             for component in COMPONENTS:
                 whole = getattr(exact, component)[layer]
                 out[component][layer] = whole[:, :, first_tokens[layer] :]
+        if self.sinks is not None:
+            assert inputs.token_ids is not None, "a mapper with sinks must be told the token ids"
+            self.sinks.put(out, inputs.token_ids, first_tokens)
         return ContentKV(
             keys=out["keys"],
             values=out["values"],
@@ -129,6 +136,10 @@ class AffineMapper:
             for layer, row in mean.items():
                 out[group.component][layer] = row.expand_as(out[group.component][layer]).clone()
         return replace(like, keys=out["keys"], values=out["values"])
+
+    def _code_and_sinks(self) -> list[Tensor]:
+        code = [] if self.code is None else list(self.code.projection.values())
+        return code if self.sinks is None else code + self.sinks.tensors
 
     def _ordered(self) -> list[AffineGroup]:
         return sorted(self.groups, key=lambda g: (g.component, g.blocks))

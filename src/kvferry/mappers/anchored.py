@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from kvferry.mappers.affine import AffineMapper
@@ -13,11 +13,12 @@ from kvferry.mappers.base import (
     Statistics,
     fit_affine,
     layer_reads,
-    positive_or_all,
     require,
 )
-from kvferry.mappers.full_head_ridge import select_layers
 from kvferry.mappers.layout import COMPONENTS
+from kvferry.mappers.selection import LayerCount, LayerSelector, Selector
+from kvferry.mappers.sinks import with_sinks
+from kvferry.mappers.tuning import fit_chosen
 from kvferry.stats.recolour import Metric
 
 
@@ -30,17 +31,22 @@ class Anchored(MapperMethod):
     the token ids: no forward pass is run for them.
 
     Args:
-        source_layers: source layers by single-source R², or "all".
+        source_layers: how many each target layer reads, "all", or "auto", see :func:`fit_chosen`.
+        selector: by what they are chosen, see :class:`LayerSelector`.
         anchor_context, neighbours, native_layers: see :class:`AnchorReads`.
-        ridge: penalty as a share of the inputs' mean variance.
+        ridge: penalty as a share of the inputs' mean variance, or "auto".
+        native_sinks: up to so many token ids keep their own content in windowed layers, see
+            :func:`with_sinks`; 0 maps every token.
         recolour_metric, recolour_keys, recolour_values: see :class:`HeteroFold`.
     """
 
-    source_layers: int | Literal["all"] = "all"
+    source_layers: LayerCount | Literal["auto"] = "all"
+    selector: Selector = "r2"
     anchor_context: int = 3
     neighbours: bool = True
     native_layers: NativeLayers = "auto"
-    ridge: float = 1e-3
+    ridge: float | Literal["auto"] = 1e-3
+    native_sinks: int = 0
     recolour_metric: Metric = "raw"
     recolour_keys: float = 0.8
     recolour_values: float = 0.0
@@ -51,9 +57,10 @@ class Anchored(MapperMethod):
     def __post_init__(self) -> None:
         require(
             {
-                "source_layers must be all or at least 1": positive_or_all(self.source_layers),
+                **self._selector.rules("source_layers"),
                 **self._anchors.rules(),
-                "ridge must not be negative": self.ridge >= 0,
+                "ridge must be auto or at least 0": self.ridge == "auto" or self.ridge >= 0,
+                "native_sinks must not be negative": self.native_sinks >= 0,
                 "recolour_keys must lie in 0..1": 0 <= self.recolour_keys <= 1,
                 "recolour_values must lie in 0..1": 0 <= self.recolour_values <= 1,
             }
@@ -63,9 +70,20 @@ class Anchored(MapperMethod):
     def _anchors(self) -> AnchorReads:
         return AnchorReads(self.anchor_context, self.neighbours, self.native_layers)
 
+    @property
+    def _selector(self) -> LayerSelector:
+        # Which count is best only fits with several can tell.
+        count = "all" if self.source_layers == "auto" else self.source_layers
+        return LayerSelector(self.selector, count)
+
     def fit(self, statistics: Statistics) -> AffineMapper:
         """One factorisation a component when all source layers are read."""
-        support = select_layers(statistics, self.source_layers)
+        if self.native_sinks:
+            plain = replace(self, native_sinks=0).fit(statistics)
+            return with_sinks(plain, statistics, self.native_sinks)
+        if self.ridge == "auto" or self.source_layers == "auto":
+            return fit_chosen(self, statistics)
+        support = self._selector.support(statistics)
         anchors = self._anchors
         return fit_affine(
             statistics,

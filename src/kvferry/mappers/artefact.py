@@ -20,6 +20,7 @@ from kvferry.errors import ArtefactError
 from kvferry.lm.model import LanguageModel
 from kvferry.lm.store import file_sha256, new_folder
 from kvferry.mappers.affine import AffineGroup, AffineMapper
+from kvferry.mappers.constants import TokenConstants
 from kvferry.mappers.inputs import SourceCode
 from kvferry.mappers.layout import COMPONENTS, FeatureBlock
 
@@ -59,6 +60,8 @@ class Manifest:
         method, reference_url, fields: how it was fitted.
         calibration: corpus hash, passages, rows.
         weights_sha256: digest of the weights file.
+        sink_tokens: target token ids whose content is stored, not mapped.
+        metrics: what the fit chose and measured.
     """
 
     pair: str
@@ -70,6 +73,7 @@ class Manifest:
     calibration: dict[str, Any]
     weights_sha256: str = ""
     native_layers: int = 0
+    sink_tokens: list[int] = field(default_factory=list)
     groups: list[dict[str, Any]] = field(default_factory=list)
     git_commit: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -98,6 +102,8 @@ def save_mapper(folder: Path, mapper: AffineMapper, manifest: Manifest, config: 
             manifest,
             weights_sha256=file_sha256(temporary / WEIGHTS),
             native_layers=mapper.native_layers,
+            sink_tokens=[] if mapper.sinks is None else list(mapper.sinks.token_ids),
+            metrics={**mapper.report, **manifest.metrics},
             groups=[_group_record(group) for group in mapper.groups],
             versions={
                 "kvferry": kvferry.__version__,
@@ -207,6 +213,11 @@ def _tensors(mapper: AffineMapper) -> dict[str, Tensor]:
     if mapper.code is not None:
         for component in COMPONENTS:
             tensors[f"code.{component}"] = mapper.code.projection[component].cpu().contiguous()
+    if mapper.sinks is not None:
+        for component in COMPONENTS:
+            by_layer: dict[int, Tensor] = getattr(mapper.sinks, component)
+            for layer, rows in by_layer.items():
+                tensors[f"sinks.{component}.{layer}"] = rows.cpu().contiguous()
     return tensors
 
 
@@ -235,7 +246,28 @@ def _mapper(
     code = None
     if "code.keys" in tensors:
         code = SourceCode({c: tensors[f"code.{c}"].to(target.device) for c in COMPONENTS})
-    return AffineMapper(source.geometry, target.geometry, groups, code, manifest.native_layers)
+    return AffineMapper(
+        source.geometry,
+        target.geometry,
+        groups,
+        code,
+        manifest.native_layers,
+        sinks=_sinks(manifest, tensors, target),
+        report=manifest.metrics,
+    )
+
+
+def _sinks(
+    manifest: Manifest, tensors: dict[str, Tensor], target: LanguageModel
+) -> TokenConstants | None:
+    if not manifest.sink_tokens:
+        return None
+    stored: dict[str, dict[int, Tensor]] = {component: {} for component in COMPONENTS}
+    for name, rows in tensors.items():
+        if name.startswith("sinks."):
+            _, component, layer = name.split(".")
+            stored[component][int(layer)] = rows.to(target.device)
+    return TokenConstants(tuple(manifest.sink_tokens), stored["keys"], stored["values"])
 
 
 def _card(manifest: Manifest, mapper: AffineMapper) -> str:

@@ -44,6 +44,7 @@ class MapperInputs:
         anchors: the target's layer-0 content of the same target tokens: free, and exact.
         native: exact content of the target's first layers, where it ran them.
         code: projections of the source code, if the mapper has one.
+        token_ids: of the target's tokens, for mappers that treat some of them apart.
     """
 
     source: ContentKV
@@ -51,6 +52,7 @@ class MapperInputs:
     anchors: ContentKV
     native: ContentKV | None = None
     code: SourceCode | None = None
+    token_ids: Int64[Tensor, " tokens"] | None = None
     _codes: dict[Component, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @property
