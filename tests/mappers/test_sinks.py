@@ -85,6 +85,7 @@ def test_a_planted_sink_is_found_and_kept(kept: AffineMapper) -> None:
     for layer in mapped:
         assert torch.allclose(kept.sinks.keys[layer], torch.tensor(4.0), atol=1e-4)
         assert torch.allclose(kept.sinks.values[layer], torch.tensor(0.5), atol=1e-4)
+    assert kept.report["sink_cosine_gain"] > 0.1
     assert kept.report["sink_mass"] > 0.5 > kept.report["sink_fair_mass"]
     assert kept.report["sink_r2_keys"] > 0.999 > 0.5 > kept.report["sink_mapped_r2_keys"]
 

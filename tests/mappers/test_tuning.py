@@ -34,6 +34,7 @@ def test_the_penalty_is_the_best_of_the_grid(method: MapperMethod) -> None:
     best = max(scores, key=lambda r: scores[r])
     assert chosen.report["chosen_ridge"] == best
     assert chosen.report["choosing_attention_cosine"] == pytest.approx(scores[best])
+    assert {r: chosen.report[f"cosine_ridge_{r}"] for r in RIDGES} == pytest.approx(scores)
     assert chosen.report["choosing_passages"] == 3 and not chosen.report["choosing_other_domain"]
     assert best > min(RIDGES) and scores[best] > scores[min(RIDGES)], "control: it matters"
     same = replace(method, ridge=best).fit(statistics)
@@ -54,6 +55,7 @@ def test_layers_and_penalty_are_chosen_one_after_the_other() -> None:
     layers = max(counts, key=lambda k: counts[k])
     assert report["chosen_source_layers"] == layers
     count = "all" if layers == 5 else layers
+    assert "cosine_ridge_0.001" not in report, "what was fitted already is not fitted again"
     ridges = {r: score(source_layers=count, ridge=r) for r in RIDGES}
     assert report["chosen_ridge"] == max(ridges, key=lambda r: ridges[r])
 

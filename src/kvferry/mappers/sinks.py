@@ -46,8 +46,9 @@ def with_sinks(
     A stored row is the mean of a token's native content, each occurrence weighed with the
     attention it received. It is kept in those windowed layers alone where it brings attention
     output on unseen text nearer to the native one. The report says how much attention the tokens
-    receive (``sink_mass``, beside the even ``sink_fair_mass``), in how many layers they are kept,
-    and what share of their variance stored rows and maps explain on unseen text.
+    receive (``sink_mass``, beside the even ``sink_fair_mass``), in how many layers they are kept
+    and what the cosine gains there (mean of all windowed layers), and what share of their variance
+    stored rows and maps explain on unseen text.
 
     A target without windowed layers is left as it is.
 
@@ -86,6 +87,7 @@ def with_sinks(
         helped = [layer for layer, gain in zip(layers, gains.tolist(), strict=True) if gain > 0]
         constants = constants.only(helped) if helped else None
         report["sink_layers"] = float(len(helped))
+        report["sink_cosine_gain"] = float(gains.clamp(min=0).mean())
         report |= _explained([errors for _, errors in judged])
     return replace(mapper, sinks=constants, report={**mapper.report, **report})
 

@@ -30,7 +30,7 @@ def fit_chosen(
 
     A map that is too free looks best on the text it was fitted on and fails off it; so the
     attention-output cosine on unseen text decides, of another domain where there is such text,
-    else of the same. The choice and its score are in the mapper's report.
+    else of the same. Every score and the choice are in the mapper's report.
 
     Cost: one fit for each value tried, three for the layers and four for the ridge; the models
     read ``passages`` texts once, and their content is held meanwhile.
@@ -43,7 +43,7 @@ def fit_chosen(
     texts = list(statistics.observe(passages, split))
     chosen = _with(method, {name: START[name] for name in names})
     best: AffineMapper | None = None
-    score, tried = float("-inf"), set[MapperMethod]()
+    score, tried, report = float("-inf"), set[MapperMethod](), dict[str, float]()
     for name in names:
         around = chosen
         for value in _grid(name, len(statistics.source.layers)):
@@ -52,11 +52,12 @@ def fit_chosen(
                 continue
             tried.add(candidate)
             mapper = candidate.fit(statistics)
-            cosine = mean_cosine(mapper, texts)
+            cosine = report[f"cosine_{name}_{value}"] = mean_cosine(mapper, texts)
             if cosine > score:
                 best, score, chosen = mapper, cosine, candidate
     assert best is not None, "called with nothing to choose, or every score is NaN"
-    report = {f"chosen_{name}": _number(getattr(chosen, name), statistics) for name in names}
+    for name in names:
+        report[f"chosen_{name}"] = _number(getattr(chosen, name), statistics)
     report["choosing_attention_cosine"] = score
     report["choosing_passages"] = len(texts)
     report["choosing_other_domain"] = float(split == "other_domain")
