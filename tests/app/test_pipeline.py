@@ -20,6 +20,7 @@ from kvferry.app.schema import RunConfig
 from kvferry.app.screen import AskScreen
 from kvferry.errors import ArtefactError, HubError, InputError
 from kvferry.mappers.card import NOT_EVALUATED
+from kvferry.mappers.tuning import RIDGES
 from kvferry.results.rows import read_rows
 
 SMALL = ["data.calibration_passages=8", "data.held_out_passages=4", "data.passage_tokens=200"]
@@ -122,6 +123,24 @@ def test_the_same_settings_give_the_same_numbers(finished: RunConfig, tmp_path: 
 def test_every_mapper_of_the_tree_runs(mapper: str, tmp_path: Path) -> None:
     cfg = settings(tmp_path, "pair=llama8b_ministral14b", f"mapper={mapper}")
     assert execute(cfg) == 0
+
+
+def test_what_the_fit_chooses_is_on_record(tmp_path: Path) -> None:
+    """Chosen settings and mixed-in text, in manifest and log."""
+    other = tmp_path / "letters.txt"
+    other.write_text("\n\n".join(f"Letter {i}: " + "all is well here. " * 9 for i in range(8)))
+    words = ["mapper=anchored", "mapper.ridge=auto", "stages=[fit]"]
+    mixed = [f"data.out_of_domain=[{other}]", "data.mixed_domain=2"]
+    cfg = settings(tmp_path, "pair=smollm2_gemma3", *words, *mixed)
+    assert execute(cfg) == 0
+    folder = RunFolder.of(cfg).path
+    manifest = json.loads((folder / "mapper" / "manifest.json").read_text())
+    assert manifest["fields"]["ridge"] == "auto"
+    metrics = manifest["metrics"]
+    assert metrics["chosen_ridge"] in RIDGES and metrics["choosing_other_domain"] == 1.0
+    assert manifest["calibration"]["passages"] == 10 == 8 + manifest["calibration"]["mixed_domain"]
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert any(line.get("fit/chosen_ridge") == metrics["chosen_ridge"] for line in lines)
 
 
 def test_the_identity_on_one_model_keeps_everything(tmp_path: Path) -> None:

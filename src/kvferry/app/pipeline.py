@@ -96,6 +96,7 @@ def fit(cfg: RunConfig, folder: Path, log: RunLogger) -> None:
                 "passages": len(texts),
                 "rows": rows,
                 "domain": corpora.domain,
+                "mixed_domain": cfg.data.mixed_domain,
             },
             git_commit=_git_commit(),
         ),
@@ -108,6 +109,7 @@ def fit(cfg: RunConfig, folder: Path, log: RunLogger) -> None:
             "fit/storage_bytes": mapper.storage_bytes,
             "fit/calibration_s": collected - started,
             "fit/solve_s": fitted - collected,
+            **{f"fit/{name}": value for name, value in mapper.report.items()},
         }
     )
     print(
@@ -115,6 +117,8 @@ def fit(cfg: RunConfig, folder: Path, log: RunLogger) -> None:
         f"({collected - started:.0f} s reading, {fitted - collected:.0f} s solving), "
         f"hash {manifest.short_hash}"
     )
+    for name, value in mapper.report.items():
+        print(f"  {name.replace('_', ' ')}: {value:.4g}")
 
 
 def evaluate(cfg: RunConfig, folder: Path, log: RunLogger) -> None:

@@ -72,6 +72,7 @@ class DataConfig:
         held_out_passages: passages that are never fitted on.
         passage_tokens: length that each passage is cut to, in source tokens.
         seed: order of the passages; null keeps the file's order.
+        mixed_domain: passages of other domains that calibrate besides these; none is evaluated.
     """
 
     source: Literal["wikipedia", "text", "hub"]
@@ -85,6 +86,7 @@ class DataConfig:
     held_out_passages: Positive = 64
     passage_tokens: Annotated[int, Range(8)] = 1000
     seed: int | None = None
+    mixed_domain: Count = 0
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 import torch
@@ -53,6 +53,7 @@ class AffineMapper:
         planted_sinks: tokens of each windowed layer that the target's own prefix takes the place of
             once it has left the window; see :func:`sink_places`.
         product_dtype: number format of the matrix products; sums stay in fp32 registers.
+        report: what the fit chose and measured, by name, for manifest and log.
     """
 
     source: KVGeometry
@@ -62,6 +63,7 @@ class AffineMapper:
     native_layers: int = 0
     planted_sinks: int = 0
     product_dtype: torch.dtype = torch.float32
+    report: Mapping[str, float] = field(default_factory=dict, compare=False)
 
     def with_precision(self, dtype: torch.dtype) -> AffineMapper:
         """The same mapper with weights and products in ``dtype``."""

@@ -68,6 +68,7 @@ class Manifest:
         method, reference_url, fields: how it was fitted.
         calibration: corpus hash, passages, rows.
         weights_sha256: digest of the weights file.
+        metrics: what the fit chose and measured.
     """
 
     pair: str
@@ -109,6 +110,7 @@ def save_mapper(folder: Path, mapper: AffineMapper, manifest: Manifest, config: 
             weights_sha256=file_sha256(temporary / WEIGHTS),
             native_layers=mapper.native_layers,
             planted_sinks=mapper.planted_sinks,
+            metrics={**mapper.report, **manifest.metrics},
             groups=[_group_record(group) for group in mapper.groups],
             versions={
                 "kvferry": kvferry.__version__,
@@ -264,4 +266,5 @@ def _mapper(
         code,
         native_layers=manifest.native_layers,
         planted_sinks=manifest.planted_sinks,
+        report=manifest.metrics,
     )

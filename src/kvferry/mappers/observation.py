@@ -41,3 +41,7 @@ class Replay(Protocol):
                 moments and evaluation, to choose settings on. "other_domain": likewise, of another.
         """
         ...
+
+    def count(self, split: ReplaySplit) -> int:
+        """How many texts ``split`` has of its own."""
+        ...
