@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 import os
 from pathlib import Path
 
@@ -112,7 +113,11 @@ def test_the_same_settings_give_the_same_numbers(finished: RunConfig, tmp_path: 
 
     def numbers(cfg: RunConfig) -> dict[object, float]:
         rows = read_rows(RunFolder.of(cfg).path / "rows.parquet")
-        return {row.key: row.value for row in rows if row.task == "ladder"}
+        # Moments read back from disk lie elsewhere in memory, and BLAS rounds by address: the last
+        # bit of a weight, and so the hash, may differ.
+        return {
+            replace(row, mapper_hash="").key: row.value for row in rows if row.task == "ladder"
+        }
 
     first, second = numbers(finished), numbers(again)
     assert first.keys() == second.keys()

@@ -215,7 +215,7 @@ def hub_error(name: str) -> Exception:
         ("RepositoryNotFoundError", "is not on the hub"),
         ("RevisionNotFoundError", "is not on the hub"),
         ("RemoteEntryNotFoundError", "is not on the hub"),
-        ("HfHubHTTPError", "cannot be fetched"),
+        ("HfHubHTTPError", "is refused by the hub"),
         ("OfflineModeIsEnabled", "does not answer"),
     ],
 )

@@ -11,21 +11,13 @@ from torch import Tensor
 from kvferry.lm.geometry import KVGeometry
 
 
-def rotate_half(x: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch dim"]:
-    """(x1, x2) -> (-x2, x1) on the two halves of the last axis."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((-second, first), dim=-1)
-
-
 def apply_rope(
     content: Float[Tensor, "batch heads tokens dim"],
     cos: Float[Tensor, "batch tokens rotary"],
     sin: Float[Tensor, "batch tokens rotary"],
 ) -> Float[Tensor, "batch heads tokens dim"]:
     """Rotate position-free keys in fp32; channels past ``rotary`` stay as they are."""
-    turned, rest = _split(content, cos)
-    c, s = cos.unsqueeze(1), sin.unsqueeze(1)
-    return _join(turned * c + rotate_half(turned) * s, rest)
+    return _turn(content, cos, sin)
 
 
 def strip_rope(
@@ -37,18 +29,24 @@ def strip_rope(
 
     The inverse of a rotation scaled by m is its transpose over m^2 = cos^2 + sin^2.
     """
-    turned, rest = _split(keys, cos)
+    square = cos * cos + sin * sin
+    return _turn(keys, cos / square, -sin / square)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin): the pairs lie half a rotary width apart.
+
+    Few passes over memory, since every mapped layer goes through here.
+    """
+    rotary, half = cos.shape[-1], cos.shape[-1] // 2
     c, s = cos.unsqueeze(1), sin.unsqueeze(1)
-    return _join((turned * c - rotate_half(turned) * s) / (c * c + s * s), rest)
-
-
-def _split(x: Tensor, cos: Tensor) -> tuple[Tensor, Tensor]:
-    rotary = cos.shape[-1]
-    return x[..., :rotary].float(), x[..., rotary:].float()
-
-
-def _join(turned: Tensor, rest: Tensor) -> Tensor:
-    return turned if rest.shape[-1] == 0 else torch.cat((turned, rest), dim=-1)
+    x = x.float()
+    first, second = x[..., :half], x[..., half:rotary]
+    turned = (
+        torch.addcmul(first * c[..., :half], second, s[..., :half], value=-1),
+        torch.addcmul(second * c[..., half:], first, s[..., half:]),
+    )
+    return torch.cat(turned if rotary == x.shape[-1] else (*turned, x[..., rotary:]), dim=-1)
 
 
 class RotaryTables:

@@ -8,7 +8,7 @@ from typing import Literal
 from kvferry.lm.geometry import KVGeometry
 from kvferry.mappers.layout import FeatureBlock, FeatureLayout
 
-AUTO_NATIVE_SHARE = 0.1
+AUTO_NATIVE_SHARE = 1 / 8
 
 NativeLayers = int | Literal["auto"]
 
@@ -22,7 +22,7 @@ class AnchorReads:
         neighbours: read the low-rank code of the source tokens before and after, and of the other
             component at the token itself.
         native_layers: target layers taken exactly; layer 0 is free, each further one is run by the
-            target. "auto" takes a tenth of its depth.
+            target. "auto" takes an eighth of its depth.
     """
 
     context: int = -1
@@ -41,7 +41,7 @@ class AnchorReads:
         """How many of the target's layers are exact."""
         if self.native_layers != "auto":
             return self.native_layers
-        return max(1, int(AUTO_NATIVE_SHARE * len(target.layers)))
+        return max(1, round(AUTO_NATIVE_SHARE * len(target.layers)))
 
     def blocks(self, layout: FeatureLayout, target: KVGeometry) -> tuple[FeatureBlock, ...]:
         """Input blocks of ``layout`` that are read, in its order."""
