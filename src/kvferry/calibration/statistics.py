@@ -25,12 +25,10 @@ from kvferry.lm.store import new_folder
 from kvferry.mappers.base import Statistics
 from kvferry.mappers.inputs import SourceCode
 from kvferry.mappers.layout import COMPONENTS, Component, FeatureLayout, component_layout
+from kvferry.mappers.observation import MIN_SHARED
 from kvferry.stats.moments import Moments
 
 CODE_PASSAGES = 12
-MIN_SHARED = 0.9
-"""Below this share of shared token boundaries, dropping the other rows costs more than it cleans:
-the hand-off will meet them all the time."""
 
 
 @dataclass(frozen=True)
