@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
 import torch
 
-from kvferry.stats.head_products import HeadRows, add_cross, add_gram, mirror
+from kvferry.stats.head_products import HeadRows, add_products, mirror
 
-SOURCES, ROWS, FEATURES, OUTPUTS = 3, 150, 90, 20
+SOURCES, ROWS, FEATURES, OUTPUTS = 3, 150, 250, 20
 
 
 def planted(device: str = "cpu") -> tuple[HeadRows, torch.Tensor, torch.Tensor]:
@@ -20,7 +21,7 @@ def planted(device: str = "cpu") -> tuple[HeadRows, torch.Tensor, torch.Tensor]:
     x = torch.randn(SOURCES, ROWS, FEATURES, generator=generator)
     y = torch.randn(4, ROWS, OUTPUTS, generator=generator)
     weights = torch.rand(4, ROWS, generator=generator)
-    columns = torch.cat([torch.arange(30, 60), torch.arange(5, 15), torch.arange(70, 90)])
+    columns = torch.cat([torch.arange(30, 160), torch.arange(5, 15), torch.arange(230, 250)])
     rows = HeadRows(x.to(device), torch.tensor([2, 0, 0, 1]).to(device), columns.to(device))
     return rows, y.to(device), weights.to(device)
 
@@ -40,8 +41,8 @@ def by_panels(
     heads, p = len(rows.sources), len(rows.columns)
     gram = torch.zeros(heads, p, p, dtype=torch.float64, device=y.device)
     cross = torch.zeros(heads, p, y.shape[2], dtype=torch.float64, device=y.device)
-    add_gram(gram, rows, weights, panel=panel)
-    add_cross(cross, rows, y, weights, panel=panel)
+    rows = replace(rows, weights=weights)
+    add_products(rows, gram=gram, cross=cross, y=y, panel=panel)
     mirror(gram)
     return gram, cross
 
@@ -64,11 +65,14 @@ def test_panels_of_any_size_give_the_products_of_whole_matrices(panel: int) -> N
 
 def test_weights_of_one_are_no_weights() -> None:
     rows, y, weights = planted()
-    gram, _ = by_panels(rows, y, torch.ones_like(weights), 64)
+    gram, cross = by_panels(rows, y, torch.ones_like(weights), 64)
     plain = torch.zeros_like(gram)
-    add_gram(plain, rows)
+    add_products(rows, gram=plain)
     mirror(plain)
     assert_close(plain, gram)
+    alone = torch.zeros_like(cross)
+    add_products(rows, cross=alone, y=y)
+    assert_close(alone, cross)
 
 
 class Largest(torch.overrides.TorchFunctionMode):
@@ -92,7 +96,7 @@ def test_scratch_does_not_grow_with_the_rows(monkeypatch: pytest.MonkeyPatch) ->
         x = torch.randn(1, count, 40)
         rows = HeadRows(x, torch.tensor([0, 0]), torch.arange(40))
         with Largest(x) as watch:
-            add_gram(torch.zeros(2, 40, 40, dtype=torch.float64), rows, panel=64)
+            add_products(rows, gram=torch.zeros(2, 40, 40, dtype=torch.float64), panel=64)
         sizes.append(watch.bytes)
     assert sizes[0] == sizes[1] > 0
 
@@ -105,7 +109,7 @@ from tests.stats.test_head_products import assert_close, by_panels, planted
 rows, y, weights = planted()
 for w in (weights, None):
     for panel in (40, 1000):
-        gram, cross = (torch.zeros(4, 60, q, dtype=torch.float64) for q in (60, 20))
+        gram, cross = (torch.zeros(4, 160, q, dtype=torch.float64) for q in (160, 20))
         add_products(gram, rows.x, rows.sources, rows.columns, w, panel=panel)
         add_products(cross, rows.x, rows.sources, rows.columns, w, y, panel=panel)
         head_products.mirror(gram)

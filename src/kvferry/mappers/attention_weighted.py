@@ -17,7 +17,7 @@ from kvferry.mappers.head_support import head_columns
 from kvferry.mappers.layout import ALL_HEADS, COMPONENTS, Component, FeatureBlock
 from kvferry.mappers.observation import Observation
 from kvferry.stats.effective_sample import largest_alpha, squared_variation
-from kvferry.stats.head_products import HeadRows, add_cross, add_gram, mirror
+from kvferry.stats.head_products import HeadRows, add_products, mirror
 from kvferry.stats.head_ridge import HeadMoments, ridge_heads
 from kvferry.stats.sensitivity import attention_sensitivity, log_boundaries, relevance
 
@@ -111,7 +111,7 @@ def _add(sums: Mapping[Component, _ComponentSums], seen: Observation, boundaries
         relevant = row_relevance(seen, layer, boundaries)
         for component, one in sums.items():
             if layer in one.layers:
-                one.add(layer, seen, relevant[component][:, counted])
+                one.add(layer, relevant[component][:, counted])
 
 
 def row_relevance(
@@ -135,7 +135,7 @@ def row_relevance(
 
 
 class _LayerSums:
-    """What one target layer's heads add up: the r-weighted Gram, and both crosses."""
+    """What one target layer's heads add up, each row weighted by its relevance."""
 
     def __init__(self, reads: Reads, width: int, outputs: int, device: torch.device) -> None:
         def zeros(*shape: int) -> Tensor:
@@ -143,16 +143,16 @@ class _LayerSums:
 
         self.reads = reads
         self.weighted = HeadMoments(zeros(width, width), zeros(width, outputs))
-        self.plain_cross = zeros(width, outputs)
         self.relevance_squares = zeros()
 
 
 class _ComponentSums:
     """Sums of the target layers of one component that are fitted in one reading.
 
-    The plain Gram is that of each source head over all layers read, of which every target head
-    needs a part. All sums are about the means of the calibration moments, so that inputs are
-    centred once for all layers; the weighted means are taken off exactly at the end.
+    The plain Gram is that of each source head over all layers read, and the plain cross that of
+    each target head in all layers fitted: each layer needs a part of both. All sums are about the
+    means of the calibration moments, so that inputs are centred once for all layers; the weighted
+    means are taken off exactly at the end.
     """
 
     def __init__(
@@ -185,10 +185,14 @@ class _ComponentSums:
         }
         shape = len(self.source_heads), self.width, self.width
         self.plain = torch.zeros(shape, dtype=torch.float64, device=device)
-        self._panel = torch.empty(0, device=device)
+        heads, outputs = next(iter(reads.values())), [statistics.target.layers[i] for i in reads]
+        self.sources = self._sources(heads)
+        shape = len(heads), self.width, sum(layer.head_dim for layer in outputs)
+        self.plain_cross = torch.zeros(shape, dtype=torch.float64, device=device)
+        self._panel = self._y = torch.empty(0, device=device)
 
     def open(self, seen: Observation) -> None:
-        """Gather and centre the inputs of one text, and add its plain Gram."""
+        """Gather and centre one text, and add its plain products."""
         counted = seen.counted
         tokens = len(counted)
         panel = torch.empty(len(self.source_heads), tokens, self.width, device=self.mean.device)
@@ -197,17 +201,24 @@ class _ComponentSums:
         self._panel = panel[:, counted]
         self.rows += self._panel.shape[1]
         every = torch.arange(self.width, device=panel.device)
-        add_gram(self.plain, HeadRows(self._panel, every[: len(self.source_heads)], every))
+        content: dict[int, Tensor] = getattr(seen.target, self.component)
+        self._y = torch.cat(
+            [
+                content[i][0][:, counted].float() - self._mean_y(i)[:, None].float()
+                for i in self.layers
+            ],
+            dim=-1,
+        )
+        own = every[: len(self.source_heads)]
+        add_products(HeadRows(self._panel, own, every), gram=self.plain)
+        add_products(HeadRows(self._panel, self.sources, every), cross=self.plain_cross, y=self._y)
 
-    def add(self, layer: int, seen: Observation, relevant: Float[Tensor, "heads rows"]) -> None:
+    def add(self, layer: int, relevant: Float[Tensor, "heads rows"]) -> None:
         """Add the rows of the opened text for one target layer."""
         sums = self.layers[layer]
-        content: dict[int, Tensor] = getattr(seen.target, self.component)
-        y = content[layer][0][:, seen.counted].float() - self._mean_y(layer)[:, None].float()
-        rows = HeadRows(self._panel, self._sources(sums.reads), self._columns(sums.reads))
-        add_gram(sums.weighted.xx, rows, relevant)
-        add_cross(sums.weighted.xy, rows, y, relevant)
-        add_cross(sums.plain_cross, rows, y)
+        rows = HeadRows(self._panel, self.sources, self._columns(sums.reads), relevant)
+        y = self._y[:, :, self._outputs(layer)]
+        add_products(rows, gram=sums.weighted.xx, cross=sums.weighted.xy, y=y)
         sums.relevance_squares += relevant.double().square().sum(1)
 
     def solve(
@@ -235,8 +246,11 @@ class _ComponentSums:
     ) -> list[AffineGroup]:
         sums = self.layers[layer]
         mirror(sums.weighted.xx)
-        columns, sources = self._columns(sums.reads), self._sources(sums.reads)
-        plain = HeadMoments(self.plain[sources][:, columns][:, :, columns], sums.plain_cross)
+        columns, sources = self._columns(sums.reads), self.sources
+        plain = HeadMoments(
+            self.plain[sources][:, columns][:, :, columns],
+            self.plain_cross[:, columns, self._outputs(layer)],
+        )
         total = sums.weighted.weight
         variation = squared_variation(total.clamp_min(1e-300), sums.relevance_squares, self.rows)
         inputs = len(columns) - 1
@@ -263,6 +277,12 @@ class _ComponentSums:
         heads = self.statistics.target.layers[layer].kv_heads
         places = [head_columns(self.statistics.target, layer, head) for head in range(heads)]
         return torch.stack([self.mean_y[place] for place in places])
+
+    def _outputs(self, layer: int) -> slice:
+        """Columns of one layer in the outputs of all layers fitted."""
+        dims = {i: self.statistics.target.layers[i].head_dim for i in self.layers}
+        start = sum(dim for i, dim in dims.items() if i < layer)
+        return slice(start, start + dims[layer])
 
     def _sources(self, reads: Reads) -> Tensor:
         """Row of the panel that each target head reads."""
