@@ -12,7 +12,7 @@ _TILE = 64
 _ROWS = 32
 
 
-@triton.jit  # type: ignore[misc]
+@triton.jit  # type: ignore[untyped-decorator]
 def _kernel(  # type: ignore[no-untyped-def]
     left,
     left_source,
