@@ -29,6 +29,7 @@ METHODS: dict[str, MapperMethod] = {
     ),
     "random": Random(),
     "anchored_native": Anchored(native_layers=2, recolour_values=0.5),
+    "anchored_sinks": Anchored(planted_sinks=3, selector="sinkhorn", source_layers=2),
 }
 
 # Source and target miniatures; together every architecture stands on both sides.

@@ -55,5 +55,6 @@ def statistics_of(source: str, target: str, passages: int = 12) -> Statistics:
             module.add(trace)
     geometries = reader.source.geometry, reader.target.geometry
     texts = [trace.tokens.text for trace in traces]
-    replay = TextReplay(reader, {"calibration": texts}, TOKENS, code)
+    unseen = [p.text for p in load_miniature(3, sentences=16, seed=11)]
+    replay = TextReplay(reader, {"calibration": texts, "selection": unseen}, TOKENS, code)
     return Statistics(*geometries, layouts, moments, code, replay)

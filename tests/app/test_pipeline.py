@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,9 @@ from kvferry.app.folder import RunFolder
 from kvferry.app.run import execute
 from kvferry.app.schema import RunConfig
 from kvferry.app.screen import AskScreen
-from kvferry.errors import ArtefactError, InputError
+from kvferry.errors import ArtefactError, HubError, InputError
+from kvferry.mappers.card import NOT_EVALUATED
+from kvferry.mappers.tuning import RIDGES
 from kvferry.results.rows import read_rows
 
 SMALL = ["data.calibration_passages=8", "data.held_out_passages=4", "data.passage_tokens=200"]
@@ -51,6 +54,57 @@ def test_a_run_leaves_what_it_promises(finished: RunConfig) -> None:
     assert any("fit/parameters" in json.loads(line) for line in lines)
 
 
+def test_the_card_shows_what_was_measured(finished: RunConfig) -> None:
+    card = (RunFolder.of(finished).path / "mapper" / "README.md").read_text()
+    assert "recall kept" in card.lower() and "| zero context |" in card and "n = 2" in card
+    assert NOT_EVALUATED not in card and "license: gemma" in card
+    settings = (RunFolder.of(finished).path / "mapper" / "config.yaml").read_text()
+    assert "recolour_keys" in settings
+    assert str(RunFolder.of(finished).path.parent) not in card + settings
+
+
+def test_push_without_a_login_is_a_message(
+    finished: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.hf_api.get_token", lambda: None)
+    words = ["push", str(RunFolder.of(finished).path), "me/ferry"]
+    done = CliRunner().invoke(app, words)
+    assert isinstance(done.exception, HubError) and "hf auth login" in str(done.exception)
+    done = CliRunner().invoke(app, ["push", "/no/such/run", "me/ferry"])
+    assert isinstance(done.exception, ArtefactError)
+
+
+def test_two_ranks_calibrate_and_one_writes(tmp_path: Path) -> None:
+    words = ["trainer=two_cpu_ranks", "seed=7", f"cache={tmp_path / 'cache'}"]
+    cfg = settings(tmp_path, "pair=smollm2_gemma3", "mapper=heterofold", *words)
+    assert execute(cfg) == 0
+    folder = RunFolder.of(cfg).path
+    rows = read_rows(folder / "rows.parquet")
+    assert len({row.key for row in rows}) == len(rows) > 0
+    manifest = json.loads((folder / "mapper" / "manifest.json").read_text())
+    alone = settings(tmp_path, "pair=smollm2_gemma3", "mapper=heterofold", "seed=7", "stages=[fit]")
+    assert execute(alone) == 0
+    other = json.loads((RunFolder.of(alone).path / "mapper" / "manifest.json").read_text())
+    assert manifest["calibration"] == other["calibration"]
+    assert not (folder / "rank-1.log").read_text().count("Traceback")
+    told = (folder / "metrics.jsonl").read_text().splitlines()
+    assert sum("fit/rows" in line for line in told) == 1
+
+
+def test_the_cache_keeps_to_its_limit_and_what_the_run_uses(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    old = cache / "traces" / "other" / "old.safetensors"
+    old.parent.mkdir(parents=True)
+    old.write_bytes(b"x" * 1000)
+    os.utime(old, (1, 1))
+    cfg = settings(tmp_path, "mapper=heterofold", f"cache={cache}", "cache_limit_gb=0")
+    assert cfg.config_hash == settings(tmp_path, "mapper=heterofold").config_hash
+    assert execute(cfg) == 0
+    assert not old.exists()
+    assert list((cache / "traces").rglob("*.safetensors")), "its own traces are the run's"
+    assert list((cache / "moments").rglob("progress.json"))
+
+
 def test_the_same_settings_give_the_same_numbers(finished: RunConfig, tmp_path: Path) -> None:
     again = settings(tmp_path, "pair=smollm2_gemma3", "mapper=anchored")
     assert again.config_hash == finished.config_hash
@@ -69,6 +123,24 @@ def test_the_same_settings_give_the_same_numbers(finished: RunConfig, tmp_path: 
 def test_every_mapper_of_the_tree_runs(mapper: str, tmp_path: Path) -> None:
     cfg = settings(tmp_path, "pair=llama8b_ministral14b", f"mapper={mapper}")
     assert execute(cfg) == 0
+
+
+def test_what_the_fit_chooses_is_on_record(tmp_path: Path) -> None:
+    """Chosen settings and mixed-in text, in manifest and log."""
+    other = tmp_path / "letters.txt"
+    other.write_text("\n\n".join(f"Letter {i}: " + "all is well here. " * 9 for i in range(8)))
+    words = ["mapper=anchored", "mapper.ridge=auto", "stages=[fit]"]
+    mixed = [f"data.out_of_domain=[{other}]", "data.mixed_domain=2"]
+    cfg = settings(tmp_path, "pair=smollm2_gemma3", *words, *mixed)
+    assert execute(cfg) == 0
+    folder = RunFolder.of(cfg).path
+    manifest = json.loads((folder / "mapper" / "manifest.json").read_text())
+    assert manifest["fields"]["ridge"] == "auto"
+    metrics = manifest["metrics"]
+    assert metrics["chosen_ridge"] in RIDGES and metrics["choosing_other_domain"] == 1.0
+    assert manifest["calibration"]["passages"] == 10 == 8 + manifest["calibration"]["mixed_domain"]
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert any(line.get("fit/chosen_ridge") == metrics["chosen_ridge"] for line in lines)
 
 
 def test_the_identity_on_one_model_keeps_everything(tmp_path: Path) -> None:

@@ -1,6 +1,13 @@
 """Structure alignment: which source tokens and layers each target token and layer reads."""
 
-from kvferry.align.layers import LayerSupport, all_layers, relative_depth, top_layers_by_r2
+from kvferry.align.layers import (
+    LayerSupport,
+    all_layers,
+    relative_depth,
+    top_layers_by_r2,
+    windows_around,
+)
+from kvferry.align.matching import monotone_assignment, sinkhorn_coupling
 from kvferry.align.spans import TokenText
 from kvferry.align.tokens import (
     AlignmentMode,
@@ -21,6 +28,9 @@ __all__ = [
     "all_layers",
     "context_token_count",
     "gather_aligned",
+    "monotone_assignment",
     "relative_depth",
+    "sinkhorn_coupling",
     "top_layers_by_r2",
+    "windows_around",
 ]

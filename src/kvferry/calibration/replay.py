@@ -38,6 +38,10 @@ class TextReplay:
             yield observe(self.reader, pair, self.code)
             self.each()
 
+    def count(self, split: ReplaySplit) -> int:
+        """See :class:`kvferry.mappers.observation.Replay`."""
+        return len(self.texts.get(split, ()))
+
 
 @torch.inference_mode()
 def observe(reader: PairReader, pair: TokenPair, code: SourceCode | None) -> Observation:

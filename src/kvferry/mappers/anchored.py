@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from kvferry.mappers.affine import AffineMapper
@@ -13,11 +13,11 @@ from kvferry.mappers.base import (
     Statistics,
     fit_affine,
     layer_reads,
-    positive_or_all,
     require,
 )
-from kvferry.mappers.full_head_ridge import select_layers
 from kvferry.mappers.layout import COMPONENTS
+from kvferry.mappers.selection import LayerCount, LayerSelector, Selector
+from kvferry.mappers.tuning import fit_chosen
 from kvferry.stats.recolour import Metric
 
 
@@ -30,17 +30,24 @@ class Anchored(MapperMethod):
     the token ids: no forward pass is run for them.
 
     Args:
-        source_layers: source layers by single-source R², or "all".
+        source_layers: how many each target layer reads, "all", or "auto", see :func:`fit_chosen`.
+        selector: by what they are chosen, see :class:`LayerSelector`.
         anchor_context, neighbours, native_layers: see :class:`AnchorReads`.
-        ridge: penalty as a share of the inputs' mean variance.
+        planted_sinks: tokens of each windowed layer that give way to the target's own prefix, once
+            that has left the window. Attention that has no use for the context then rests there, as
+            natively it rests on tokens that the target turns into sinks, which nothing in the
+            source foretells.
+        ridge: penalty as a share of the inputs' mean variance, or "auto".
         recolour_metric, recolour_keys, recolour_values: see :class:`HeteroFold`.
     """
 
-    source_layers: int | Literal["all"] = "all"
+    source_layers: LayerCount | Literal["auto"] = "all"
+    selector: Selector = "r2"
     anchor_context: int = 3
     neighbours: bool = True
     native_layers: NativeLayers = "auto"
-    ridge: float = 1e-3
+    planted_sinks: int = 1
+    ridge: float | Literal["auto"] = 1e-3
     recolour_metric: Metric = "raw"
     recolour_keys: float = 0.8
     recolour_values: float = 0.0
@@ -51,9 +58,10 @@ class Anchored(MapperMethod):
     def __post_init__(self) -> None:
         require(
             {
-                "source_layers must be all or at least 1": positive_or_all(self.source_layers),
+                **self._selector.rules("source_layers"),
                 **self._anchors.rules(),
-                "ridge must not be negative": self.ridge >= 0,
+                "planted_sinks must lie in 0..8": 0 <= self.planted_sinks <= 8,
+                "ridge must be auto or at least 0": self.ridge == "auto" or self.ridge >= 0,
                 "recolour_keys must lie in 0..1": 0 <= self.recolour_keys <= 1,
                 "recolour_values must lie in 0..1": 0 <= self.recolour_values <= 1,
             }
@@ -63,14 +71,23 @@ class Anchored(MapperMethod):
     def _anchors(self) -> AnchorReads:
         return AnchorReads(self.anchor_context, self.neighbours, self.native_layers)
 
+    @property
+    def _selector(self) -> LayerSelector:
+        # Which count is best only fits with several can tell.
+        count = "all" if self.source_layers == "auto" else self.source_layers
+        return LayerSelector(self.selector, count)
+
     def fit(self, statistics: Statistics) -> AffineMapper:
         """One factorisation a component when all source layers are read."""
-        support = select_layers(statistics, self.source_layers)
+        if self.ridge == "auto" or self.source_layers == "auto":
+            return fit_chosen(self, statistics)
+        support = self._selector.support(statistics)
         anchors = self._anchors
-        return fit_affine(
+        mapper = fit_affine(
             statistics,
             {c: layer_reads(statistics, c, support, anchors) for c in COMPONENTS},
             relative_ridge=self.ridge,
             recolouring=Recolouring(self.recolour_keys, self.recolour_values, self.recolour_metric),
             native_layers=anchors.native_depth(statistics.target),
         )
+        return replace(mapper, planted_sinks=self.planted_sinks)

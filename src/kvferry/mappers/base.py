@@ -57,6 +57,22 @@ class Statistics:
             )
         return self.replay(passages, split)
 
+    def held_out(self, *wanted: ReplaySplit) -> ReplaySplit:
+        """The first of the ``wanted`` splits that has texts of its own.
+
+        Raises:
+            ConfigurationError: none has; settings are never chosen on texts that were fitted on.
+        """
+        found = [s for s in wanted if self.replay is not None and self.replay.count(s)]
+        if not found:
+            raise ConfigurationError(
+                "This method chooses settings on text that it is not fitted on: there is none.",
+                expected=f"texts for {' or '.join(wanted)}",
+                fix="lower data.calibration_passages, add passages to data.out_of_domain beyond "
+                "eval.out_of_domain_contexts, or set the values yourself",
+            )
+        return found[0]
+
 
 @dataclass(frozen=True)
 class Recolouring:

@@ -5,10 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import torch
-from torch import Tensor
-
-from kvferry.align.layers import LayerSupport, all_layers, top_layers_by_r2
 from kvferry.mappers.affine import AffineMapper
 from kvferry.mappers.anchors import AnchorReads, NativeLayers
 from kvferry.mappers.base import (
@@ -17,11 +13,11 @@ from kvferry.mappers.base import (
     Statistics,
     fit_affine,
     layer_reads,
-    positive_or_all,
     require,
 )
 from kvferry.mappers.layout import COMPONENTS
-from kvferry.stats.ridge import single_source_r2
+from kvferry.mappers.selection import LayerCount, LayerSelector, Selector
+from kvferry.mappers.tuning import fit_chosen
 
 
 @dataclass(frozen=True)
@@ -29,16 +25,18 @@ class FullHeadRidge(MapperMethod):
     """Ridge from all heads of the source layers that explain a target layer best.
 
     Args:
-        source_layers: how many, by single-source R² averaged over keys and values, or "all".
-        ridge: penalty as a share of the inputs' mean variance.
+        source_layers: how many, "all", or "auto", see :func:`fit_chosen`.
+        selector: by what they are chosen, see :class:`LayerSelector`.
+        ridge: penalty as a share of the inputs' mean variance, or "auto".
         absolute_ridge: the penalty itself, instead of ``ridge`` (the paper: 0.01).
         anchor_context, neighbours, native_layers: see :class:`AnchorReads`; off as published.
 
     Source: arXiv 2608.03893.
     """
 
-    source_layers: int | Literal["all"] = "all"
-    ridge: float = 1e-3
+    source_layers: LayerCount | Literal["auto"] = "all"
+    selector: Selector = "r2"
+    ridge: float | Literal["auto"] = 1e-3
     absolute_ridge: float | None = None
     anchor_context: int = -1
     neighbours: bool = False
@@ -50,9 +48,11 @@ class FullHeadRidge(MapperMethod):
     def __post_init__(self) -> None:
         require(
             {
-                "source_layers must be all or at least 1": positive_or_all(self.source_layers),
+                **self._selector.rules("source_layers"),
                 **self._anchors.rules(),
-                "ridge must not be negative": self.ridge >= 0,
+                "ridge must be auto or at least 0": self.ridge == "auto" or self.ridge >= 0,
+                "ridge must be a number beside absolute_ridge": self.ridge != "auto"
+                or self.absolute_ridge is None,
                 "absolute_ridge must not be negative": (self.absolute_ridge or 0) >= 0,
             }
         )
@@ -61,9 +61,17 @@ class FullHeadRidge(MapperMethod):
     def _anchors(self) -> AnchorReads:
         return AnchorReads(self.anchor_context, self.neighbours, self.native_layers)
 
+    @property
+    def _selector(self) -> LayerSelector:
+        # Which count is best only fits with several can tell.
+        count = "all" if self.source_layers == "auto" else self.source_layers
+        return LayerSelector(self.selector, count)
+
     def fit(self, statistics: Statistics) -> AffineMapper:
         """Select layers, then one ridge solve for each distinct selection."""
-        support = select_layers(statistics, self.source_layers)
+        if self.ridge == "auto" or self.source_layers == "auto":
+            return fit_chosen(self, statistics)
+        support = self._selector.support(statistics)
         anchors = self._anchors
         return fit_affine(
             statistics,
@@ -73,16 +81,3 @@ class FullHeadRidge(MapperMethod):
             recolouring=Recolouring(),
             native_layers=anchors.native_depth(statistics.target),
         )
-
-
-def select_layers(statistics: Statistics, count: int | Literal["all"]) -> LayerSupport:
-    """The ``count`` source layers of each target layer with the highest single-source R²."""
-    depth = len(statistics.source.layers)
-    if count == "all" or count >= depth:
-        return all_layers(depth, len(statistics.target.layers))
-    scores: list[Tensor] = []
-    for component in COMPONENTS:
-        layout = statistics.layouts[component]
-        sources = [layout.slices[block] for block in layout.of_kind("source")]
-        scores.append(single_source_r2(statistics.moments[component], sources))
-    return top_layers_by_r2(torch.stack(scores).mean(dim=0), count)

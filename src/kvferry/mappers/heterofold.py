@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from kvferry.align.layers import all_layers, relative_depth
 from kvferry.mappers.affine import AffineMapper
 from kvferry.mappers.anchors import AnchorReads, NativeLayers
 from kvferry.mappers.base import (
@@ -14,10 +13,11 @@ from kvferry.mappers.base import (
     Statistics,
     fit_affine,
     layer_reads,
-    positive_or_all,
     require,
 )
 from kvferry.mappers.layout import COMPONENTS
+from kvferry.mappers.selection import LayerCount, LayerSelector, Selector
+from kvferry.mappers.tuning import fit_chosen
 from kvferry.stats.recolour import Metric
 
 
@@ -26,8 +26,9 @@ class HeteroFold(MapperMethod):
     """Source layers at the same relative depth, ridge, recolouring; all heads to all heads.
 
     Args:
-        window: source layers around the same relative depth (the paper: 3), or "all".
-        ridge: penalty as a share of the inputs' mean variance.
+        window: source layers that each target layer reads (the paper: 3), or "all".
+        selector: which ones, see :class:`LayerSelector`; by relative depth as published.
+        ridge: penalty as a share of the inputs' mean variance, or "auto", see :func:`fit_chosen`.
         recolour_metric: "whitened" as published, "raw" for least error at that covariance.
         recolour_keys, recolour_values: strength; 1 restores the receiver's covariance.
         anchor_context, neighbours, native_layers: see :class:`AnchorReads`; off as published.
@@ -35,8 +36,9 @@ class HeteroFold(MapperMethod):
     Source: arXiv 2609.32259, without its behavioural calibration.
     """
 
-    window: int | Literal["all"] = 3
-    ridge: float = 1e-3
+    window: LayerCount = 3
+    selector: Selector = "relative_depth"
+    ridge: float | Literal["auto"] = 1e-3
     recolour_metric: Metric = "whitened"
     recolour_keys: float = 1.0
     recolour_values: float = 1.0
@@ -50,9 +52,9 @@ class HeteroFold(MapperMethod):
     def __post_init__(self) -> None:
         require(
             {
-                "window must be all or at least 1": positive_or_all(self.window),
+                **self._selector.rules("window"),
                 **self._anchors.rules(),
-                "ridge must not be negative": self.ridge >= 0,
+                "ridge must be auto or at least 0": self.ridge == "auto" or self.ridge >= 0,
                 "recolour_keys must lie in 0..1": 0 <= self.recolour_keys <= 1,
                 "recolour_values must lie in 0..1": 0 <= self.recolour_values <= 1,
             }
@@ -62,14 +64,15 @@ class HeteroFold(MapperMethod):
     def _anchors(self) -> AnchorReads:
         return AnchorReads(self.anchor_context, self.neighbours, self.native_layers)
 
+    @property
+    def _selector(self) -> LayerSelector:
+        return LayerSelector(self.selector, self.window)
+
     def fit(self, statistics: Statistics) -> AffineMapper:
-        """Relative-depth support, ridge, recolouring."""
-        depth, target_depth = len(statistics.source.layers), len(statistics.target.layers)
-        support = (
-            all_layers(depth, target_depth)
-            if self.window == "all"
-            else relative_depth(depth, target_depth, self.window)
-        )
+        """Layers of the same relative depth, ridge, recolouring."""
+        if self.ridge == "auto":
+            return fit_chosen(self, statistics)
+        support = self._selector.support(statistics)
         anchors = self._anchors
         return fit_affine(
             statistics,

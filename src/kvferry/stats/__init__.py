@@ -1,5 +1,6 @@
 """Closed-form estimation: streamed moments, ridge, recolouring."""
 
+from kvferry.stats.cka import linear_cka
 from kvferry.stats.errors import NumericalError
 from kvferry.stats.moments import Moments
 from kvferry.stats.recolour import recolour
@@ -18,6 +19,7 @@ __all__ = [
     "RidgeFactor",
     "bias",
     "held_out_r2",
+    "linear_cka",
     "recolour",
     "ridge",
     "ridge_by_support",

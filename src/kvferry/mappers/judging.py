@@ -1,0 +1,51 @@
+"""What a mapped cache does to the target's attention, on a text that it was not fitted on."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from kvferry.lm.content import ContentKV
+from kvferry.mappers.affine import AffineMapper
+from kvferry.mappers.layout import COMPONENTS
+from kvferry.mappers.observation import Observation
+
+QUERY_ROWS = 64
+
+
+def query_rows(first: int, tokens: int, limit: int = QUERY_ROWS) -> Int64[Tensor, " rows"]:
+    """Up to ``limit`` tokens spread evenly from ``first`` to the last of ``tokens``."""
+    step = max(1, -(-(tokens - first) // limit))
+    return torch.arange(first, tokens, step)
+
+
+@torch.inference_mode()
+def mapped_context(mapper: AffineMapper, seen: Observation) -> ContentKV:
+    """Every layer of the context at full length, as a hand-off makes it: the prefix is native."""
+    content = mapper.map(seen.inputs, [0] * len(mapper.target.layers))
+    for component in COMPONENTS:
+        made: dict[int, Tensor] = getattr(content, component)
+        own: dict[int, Tensor] = getattr(seen.target, component)
+        for layer in range(mapper.native_layers, len(mapper.target.layers)):
+            made[layer][:, :, : seen.prefix] = own[layer][:, :, : seen.prefix]
+    return content
+
+
+@torch.inference_mode()
+def attention_cosine(
+    content: ContentKV, seen: Observation, rows: Int64[Tensor, " rows"]
+) -> Float[Tensor, " layers"]:
+    """Cosine of attention output over ``content`` and native content, mean of heads and ``rows``.
+
+    The queries are native ones, as they are when the target has just begun to go on. Of all
+    quantities that cost no forward pass this one ranks mappers as retention does (arXiv
+    2608.03893); R² does not.
+    """
+    rows = rows.to(content.mask.device)
+    cosines = []
+    for layer, queries in enumerate(seen.queries):
+        native = queries.attend(rows, seen.target.keys[layer][0], seen.target.values[layer][0])
+        mapped = queries.attend(rows, content.keys[layer][0], content.values[layer][0])
+        cosines.append(torch.cosine_similarity(native, mapped, dim=-1).mean())
+    return torch.stack(cosines)
