@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvferry.mappers.anchored import Anchored
 from kvferry.mappers.base import MapperMethod
+from kvferry.mappers.cachebridge import CacheBridge
 from kvferry.mappers.controls import Random
 from kvferry.mappers.full_head_ridge import FullHeadRidge
 from kvferry.mappers.heterofold import HeteroFold
@@ -16,6 +17,16 @@ METHODS: dict[str, MapperMethod] = {
     "heterofold_anchored": HeteroFold(anchor_context=1, neighbours=True, native_layers=1),
     "heterofold_all": HeteroFold(window="all", recolour_metric="raw"),
     "anchored": Anchored(),
+    "cachebridge": CacheBridge(source_layers=2, passages=6, boundaries=8),
+    "cachebridge_anchored": CacheBridge(
+        source_layers="all",
+        heads="hungarian",
+        weigh_values=False,
+        passages=4,
+        anchor_context=1,
+        neighbours=True,
+        native_layers=2,
+    ),
     "random": Random(),
     "anchored_native": Anchored(native_layers=2, recolour_values=0.5),
     "anchored_sinks": Anchored(planted_sinks=3, selector="sinkhorn", source_layers=2),

@@ -7,9 +7,10 @@ import torch
 
 from kvferry.app.compose import compose
 from kvferry.app.mapper import build_mapper
-from kvferry.calibration.statistics import mostly_shared, surrogate_sinks
+from kvferry.calibration.statistics import mostly_shared
 from kvferry.mappers.full_head_ridge import FullHeadRidge
 from kvferry.mappers.layout import COMPONENTS
+from kvferry.mappers.observation import surrogate_sinks
 from tests.pairs import reader_of, statistics_of, traces_of
 
 

@@ -14,9 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from jaxtyping import Bool
 from pytorch_lightning import LightningModule, Trainer
-from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from kvferry.calibration.code import fit_source_code
@@ -24,18 +22,13 @@ from kvferry.calibration.moments_store import Collection, MomentsStore
 from kvferry.calibration.reader import PairReader, PairTrace, TokenPair
 from kvferry.calibration.shares import Share, shares
 from kvferry.errors import InputError
-from kvferry.lm.content import ContentKV
 from kvferry.mappers.base import Statistics
 from kvferry.mappers.inputs import SourceCode
 from kvferry.mappers.layout import COMPONENTS, Component, FeatureLayout, component_layout
+from kvferry.mappers.observation import MIN_SHARED, counted_tokens
 from kvferry.stats.moments import Moments
 
 CODE_PASSAGES = 12
-SINK_COSINE = 0.5
-"""Between sinks (.73 and more on Gemma-3-270M) and ordinary tokens (.16 at most)."""
-MIN_SHARED = 0.9
-"""Below this share of shared token boundaries, dropping the other rows costs more than it cleans:
-the hand-off will meet them all the time."""
 
 
 @dataclass(frozen=True)
@@ -187,12 +180,13 @@ class MomentsModule(LightningModule):
         Sinks are left out: nothing in the source foretells which tokens the target makes one of.
         """
         inputs, tokens = trace.inputs(self.code), trace.target.tokens
-        exact = trace.tokens.alignment.exact
-        counted = exact.clone() if self.shared_only else torch.ones_like(exact)
-        # The prefix stays native, and the first token after it has no left context to tell of.
-        counted[: len(self._reader[0].target.sink_ids) + 1] = False
-        if _has_windows(self._reader[0]):
-            counted &= ~surrogate_sinks(trace.target)
+        counted = counted_tokens(
+            trace.target,
+            trace.tokens.alignment.exact,
+            prefix=len(self._reader[0].target.sink_ids),
+            shared_only=self.shared_only,
+            windowed=_has_windows(self._reader[0]),
+        )
         for component in COMPONENTS:
             content: dict[int, torch.Tensor] = getattr(trace.target, component)
             wanted = torch.cat([x[0].transpose(0, 1).flatten(1) for x in content.values()], dim=1)
@@ -357,19 +351,6 @@ def source_code(
 
 def _has_windows(reader: PairReader) -> bool:
     return any(layer.window is not None for layer in reader.target.geometry.layers)
-
-
-def surrogate_sinks(content: ContentKV) -> Bool[Tensor, " tokens"]:
-    """Tokens whose values in the deeper half of the layers are those of the first token.
-
-    Once the first token has left the window, some later ones take its part: attention that has no
-    use for the context rests on them, and their values are as small and as constant as its own.
-    """
-    deep = [content.values[layer][0] for layer in sorted(content.values)]
-    deep = deep[len(deep) // 2 :]
-    flat = torch.stack([x.transpose(0, 1).flatten(1) for x in deep])
-    cosine = torch.nn.functional.cosine_similarity(flat, flat[:, :1], dim=-1)
-    return cosine.mean(dim=0) > SINK_COSINE
 
 
 def empty_moments(reader: PairReader, layout: FeatureLayout) -> Moments:

@@ -100,17 +100,32 @@ class QueryTrace:
 
         Only the rows asked for are formed: memory is their number times the tokens.
         """
-        keys = self.rotate(content)
-        groups = self.queries.shape[0] // keys.shape[0]
-        queries = self.queries[:, rows].float().view(keys.shape[0], groups, len(rows), -1)
-        scores = torch.einsum("hgrd,htd->hgrt", queries, keys) * self.scale
+        scores = self._scores(rows, content)
         if self.softcap is not None:
             scores = torch.tanh(scores / self.softcap) * self.softcap
-        behind = rows[:, None] - torch.arange(keys.shape[1], device=rows.device)
+        behind = rows[:, None] - torch.arange(content.shape[1], device=rows.device)
         hidden = behind < 0
         if self.window is not None:
             hidden = hidden | (behind >= self.window)
         return scores.masked_fill(hidden, -torch.inf).softmax(dim=-1).flatten(0, 1)
+
+    def score_slopes(
+        self, rows: Int64[Tensor, " rows"], content: Float[Tensor, "kv_heads tokens dim"]
+    ) -> Float[Tensor, "query_heads rows tokens"] | None:
+        """How much of a small change of a score the cap lets through; None where there is no cap.
+
+        The derivative of `c tanh(s / c)`, by query and token as :meth:`weights`.
+        """
+        if self.softcap is None:
+            return None
+        capped = torch.tanh(self._scores(rows, content) / self.softcap)
+        return (1 - capped.square()).flatten(0, 1)
+
+    def _scores(self, rows: Tensor, content: Tensor) -> Float[Tensor, "kv_heads group rows tokens"]:
+        keys = self.rotate(content)
+        groups = self.queries.shape[0] // keys.shape[0]
+        queries = self.queries[:, rows].float().view(keys.shape[0], groups, len(rows), -1)
+        return torch.einsum("hgrd,htd->hgrt", queries, keys) * self.scale
 
     def attend(
         self,

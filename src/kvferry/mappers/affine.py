@@ -12,8 +12,15 @@ from torch import Tensor
 
 from kvferry.lm.content import ContentKV
 from kvferry.lm.geometry import KVGeometry
+from kvferry.mappers.head_products import head_batches, head_rows
 from kvferry.mappers.inputs import MapperInputs, SourceCode
-from kvferry.mappers.layout import COMPONENTS, Component, FeatureBlock, source_layers_read
+from kvferry.mappers.layout import (
+    ALL_HEADS,
+    COMPONENTS,
+    Component,
+    FeatureBlock,
+    source_layers_read,
+)
 
 PANEL_TOKENS = 512
 
@@ -30,6 +37,8 @@ class AffineGroup:
         target_layers: whose features lie side by side in the output.
         blocks: the input features, in column order.
         weight: ``[inputs, outputs]``.
+        input_mean: equal in all groups of the same blocks.
+        head: the one target head that this is for, of every layer; all heads by default.
     """
 
     component: Component
@@ -38,6 +47,7 @@ class AffineGroup:
     weight: Float[Tensor, "inputs outputs"]
     input_mean: Float[Tensor, " inputs"]
     output_mean: Float[Tensor, " outputs"]
+    head: int = ALL_HEADS
 
 
 @dataclass(frozen=True)
@@ -111,6 +121,8 @@ class AffineMapper:
         for _, same_inputs in groupby(self._ordered(), key=lambda g: (g.component, g.blocks)):
             for group, product in self._products(inputs, list(same_inputs), first_tokens):
                 out[group.component].update(self._by_layer(group, product))
+        for batch in head_batches(self.groups, first_tokens):
+            batch.add_to(out, inputs, self.target, self.product_dtype)
         for layer in range(self.native_layers):
             exact = inputs.anchors if layer == 0 else inputs.native
             assert exact is not None, "the hand-off must run the native prefix of this mapper"
@@ -137,13 +149,18 @@ class AffineMapper:
             for component in COMPONENTS
         }
         for group in self.groups:
-            mean = self._by_layer(group, group.output_mean[None])
-            for layer, row in mean.items():
-                out[group.component][layer] = row.expand_as(out[group.component][layer]).clone()
+            place = out[group.component]
+            if group.head != ALL_HEADS:
+                for layer, row in head_rows(group, group.output_mean[None]).items():
+                    place[layer][:, group.head] = row
+                continue
+            for layer, row in self._by_layer(group, group.output_mean[None]).items():
+                place[layer] = row.expand_as(place[layer]).clone()
         return replace(like, keys=out["keys"], values=out["values"])
 
     def _ordered(self) -> list[AffineGroup]:
-        return sorted(self.groups, key=lambda g: (g.component, g.blocks))
+        whole = (group for group in self.groups if group.head == ALL_HEADS)
+        return sorted(whole, key=lambda g: (g.component, g.blocks))
 
     def _products(
         self, inputs: MapperInputs, groups: Sequence[AffineGroup], first_tokens: Sequence[int]

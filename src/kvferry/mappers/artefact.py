@@ -25,7 +25,7 @@ from kvferry.mappers.card import model_card
 from kvferry.mappers.inputs import SourceCode
 from kvferry.mappers.layout import COMPONENTS, FeatureBlock
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 WEIGHTS, MANIFEST, CONFIG, CARD = "mapper.safetensors", "manifest.json", "config.yaml", "README.md"
 
 
@@ -238,7 +238,8 @@ def _group_record(group: AffineGroup) -> dict[str, Any]:
     return {
         "component": group.component,
         "target_layers": list(group.target_layers),
-        "blocks": [[b.kind, b.component, b.index, b.width] for b in group.blocks],
+        "blocks": [[b.kind, b.component, b.index, b.width, b.head] for b in group.blocks],
+        "head": group.head,
     }
 
 
@@ -253,6 +254,7 @@ def _mapper(
             weight=tensors[f"{index}.weight"].to(target.device),
             input_mean=tensors[f"{index}.input_mean"].to(target.device),
             output_mean=tensors[f"{index}.output_mean"].to(target.device),
+            head=record["head"],
         )
         for index, record in enumerate(manifest.groups)
     )

@@ -166,7 +166,7 @@ def fit_affine(
             strength = recolouring.strength(component)
             if strength > 0:
                 weight = _recoloured(part, weight, recolouring.metric, strength)
-            groups += _split_by_window(statistics.target, component, layers, blocks, part, weight)
+            groups += split_by_window(statistics.target, component, layers, blocks, part, weight)
     return AffineMapper(
         source=statistics.source,
         target=statistics.target,
@@ -191,7 +191,7 @@ def _recoloured(
     return out
 
 
-def _split_by_window(
+def split_by_window(
     target: KVGeometry,
     component: Component,
     layers: Sequence[int],
@@ -199,6 +199,7 @@ def _split_by_window(
     moments: Moments,
     weight: Float[Tensor, "p q"],
 ) -> list[AffineGroup]:
+    """Groups of ``layers``, the blocks of y in ``moments``, apart where their windows differ."""
     groups = []
     mean_x, mean_y = moments.mean_x, moments.mean_y
     for window in dict.fromkeys(target.layers[layer].window for layer in layers):

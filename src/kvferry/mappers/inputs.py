@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvferry.align.tokens import TokenAlignment
 from kvferry.lm.content import ContentKV
-from kvferry.mappers.layout import Component, FeatureBlock
+from kvferry.mappers.layout import ALL_HEADS, Component, FeatureBlock
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,8 @@ class MapperInputs:
 
 def _component(content: ContentKV, block: FeatureBlock, layer: int | None = None) -> Tensor:
     by_layer: dict[int, Tensor] = getattr(content, block.component)
-    return by_layer[block.index if layer is None else layer]
+    whole = by_layer[block.index if layer is None else layer]
+    return whole if block.head == ALL_HEADS else whole[:, block.head : block.head + 1]
 
 
 def _flat(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -17,6 +17,7 @@ from kvferry.lm.geometry import KVGeometry
 Component = Literal["keys", "values"]
 COMPONENTS: tuple[Component, Component] = ("keys", "values")
 BlockKind = Literal["source", "code", "anchor", "native"]
+ALL_HEADS = -1
 
 
 @dataclass(frozen=True, order=True)
@@ -28,19 +29,33 @@ class FeatureBlock:
         code: the low-rank code of all source layers, at the aligned token plus ``index``.
         anchor: layer-0 content of the target for the token ``-index`` places back.
         native: exact content of target layer ``index``, from a native prefix.
+
+    Of a source layer, one ``head`` alone may be read; the other kinds are read whole.
     """
 
     kind: BlockKind
     component: Component
     index: int
     width: int
+    head: int = ALL_HEADS
+
+    def of_head(self, head: int, heads: int) -> FeatureBlock:
+        """One of the ``heads`` heads of a source block; any other block as it is."""
+        if self.kind != "source":
+            return self
+        return replace(self, head=head, width=self.width // heads)
 
 
 @dataclass(frozen=True)
 class FeatureLayout:
-    """The input features of one component's map, in column order."""
+    """The input features of one component's map, in column order.
+
+    Args:
+        reads: source tokens side by side in each source block; the heads of one follow each other.
+    """
 
     blocks: tuple[FeatureBlock, ...]
+    reads: int = 1
 
     @property
     def width(self) -> int:
@@ -57,13 +72,13 @@ class FeatureLayout:
         return found
 
     def columns(self, blocks: Iterable[FeatureBlock]) -> Int64[Tensor, " columns"]:
-        """Column numbers of ``blocks`` in their given order.
+        """Column numbers of ``blocks``, or of their heads, in their given order.
 
         Raises:
             InputError: a block that this layout was not calibrated with.
         """
         wanted = list(blocks)
-        missing = [block for block in wanted if block not in self.slices]
+        missing = [block for block in wanted if self._whole(block) not in self.slices]
         if missing:
             raise InputError(
                 "The calibration statistics lack features that this mapper reads.",
@@ -71,9 +86,25 @@ class FeatureLayout:
                 fix="calibrate again with a larger anchor_context or native_layers",
             )
         return torch.cat(
-            [torch.arange(self.slices[b].start, self.slices[b].stop) for b in wanted]
-            or [torch.empty(0, dtype=torch.long)]
+            [self._columns(block) for block in wanted] or [torch.empty(0, dtype=torch.long)]
         )
+
+    def _whole(self, block: FeatureBlock) -> FeatureBlock:
+        if block.head == ALL_HEADS:
+            return block
+        return self._sources.get((block.component, block.index), block)
+
+    @cached_property
+    def _sources(self) -> dict[tuple[Component, int], FeatureBlock]:
+        return {(b.component, b.index): b for b in self.of_kind("source")}
+
+    def _columns(self, block: FeatureBlock) -> Int64[Tensor, " columns"]:
+        place = self.slices[self._whole(block)]
+        columns = torch.arange(place.start, place.stop)
+        if block.head == ALL_HEADS:
+            return columns
+        by_head = columns.view(self.reads, -1, block.width // self.reads)
+        return by_head[:, block.head].flatten()
 
     def of_kind(self, *kinds: BlockKind) -> tuple[FeatureBlock, ...]:
         """The blocks of some kinds, in order."""
@@ -120,7 +151,7 @@ def component_layout(
         for layer in range(1, native_layers)
         for c in COMPONENTS
     ]
-    return FeatureLayout(tuple(blocks))
+    return FeatureLayout(tuple(blocks), reads)
 
 
 def source_layers_read(blocks: Sequence[FeatureBlock], depth: int) -> dict[Component, list[int]]:

@@ -6,11 +6,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
 from kvferry.lm.attention import QueryTrace
 from kvferry.lm.content import ContentKV
 from kvferry.mappers.inputs import MapperInputs
 
 ReplaySplit = Literal["calibration", "selection", "other_domain"]
+SINK_COSINE = 0.5
+"""Between sinks (.73 and more on Gemma-3-270M) and ordinary tokens (.16 at most)."""
+MIN_SHARED = 0.9
+"""Below this share of shared token boundaries, dropping the other rows costs more than it cleans:
+the hand-off will meet them all the time."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +37,55 @@ class Observation:
     target: ContentKV
     queries: tuple[QueryTrace, ...]
     prefix: int
+
+    @property
+    def counted(self) -> Bool[Tensor, " tokens"]:
+        """Target tokens to fit on, as moments count them but judged by this text alone."""
+        exact = self.inputs.alignment.exact
+        return counted_tokens(
+            self.target,
+            exact,
+            prefix=self.prefix,
+            shared_only=float(exact.double().mean()) >= MIN_SHARED,
+            windowed=any(trace.window is not None for trace in self.queries),
+        )
+
+
+def counted_tokens(
+    target: ContentKV,
+    exact: Bool[Tensor, " tokens"],
+    *,
+    prefix: int,
+    shared_only: bool,
+    windowed: bool,
+) -> Bool[Tensor, " tokens"]:
+    """Target tokens of one text that maps are fitted on.
+
+    The prefix stays native, and the first token after it has no left context to tell of. Sinks of
+    windowed models are left out: nothing in the source foretells which tokens become one.
+
+    Args:
+        exact: tokens that end where a source token ends; only they, where ``shared_only``.
+        windowed: whether some target layer has a window.
+    """
+    counted = exact.clone() if shared_only else torch.ones_like(exact)
+    counted[: prefix + 1] = False
+    if windowed:
+        counted &= ~surrogate_sinks(target)
+    return counted
+
+
+def surrogate_sinks(content: ContentKV) -> Bool[Tensor, " tokens"]:
+    """Tokens whose values in the deeper half of the layers are those of the first token.
+
+    Once the first token has left the window, some later ones take its part: attention that has no
+    use for the context rests on them, and their values are as small and as constant as its own.
+    """
+    deep = [content.values[layer][0] for layer in sorted(content.values)]
+    deep = deep[len(deep) // 2 :]
+    flat = torch.stack([x.transpose(0, 1).flatten(1) for x in deep])
+    cosine = torch.nn.functional.cosine_similarity(flat, flat[:, :1], dim=-1)
+    return cosine.mean(dim=0) > SINK_COSINE
 
 
 class Replay(Protocol):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvferry.errors import InputError
 from kvferry.stats.errors import NumericalError
-from kvferry.stats.moments import Moments
+from kvferry.stats.moments import Columns, Moments
 
 _JITTERS = (0.0, 1e-7, 1e-6)  # of a unit diagonal; products in fp32 are noise below that
 
@@ -172,7 +172,7 @@ def held_out_r2(
 
 def single_source_r2(
     moments: Moments,
-    source_blocks: Sequence[slice],
+    source_blocks: Sequence[Columns],
     target_blocks: Sequence[slice] | None = None,
     *,
     relative: float = 1e-4,
@@ -181,13 +181,14 @@ def single_source_r2(
 
     Args:
         moments: of all blocks.
-        source_blocks: columns of x of each source layer.
-        target_blocks: columns of y of each target layer; the blocks of `moments` by default.
+        source_blocks: columns of x of each source layer, or head.
+        target_blocks: columns of y of each target layer, or head; by default the blocks of
+            `moments`.
         relative: ridge penalty, see `RidgeFactor`.
     """
     columns = []
     for source in source_blocks:
-        gram = moments.scatter_xx[source, source] / moments.weight
+        gram = moments.scatter_xx[source][:, source] / moments.weight
         c_xy = moments.scatter_xy[source] / moments.weight
         factor = RidgeFactor(gram, relative=relative)
         w = factor.solve(c_xy)
