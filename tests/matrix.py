@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvferry.mappers.anchored import Anchored
 from kvferry.mappers.base import MapperMethod
+from kvferry.mappers.cachelink import CacheLink
 from kvferry.mappers.controls import Random
 from kvferry.mappers.full_head_ridge import FullHeadRidge
 from kvferry.mappers.heterofold import HeteroFold
@@ -15,6 +16,17 @@ METHODS: dict[str, MapperMethod] = {
     "heterofold": HeteroFold(),
     "heterofold_anchored": HeteroFold(anchor_context=1, neighbours=True, native_layers=1),
     "heterofold_all": HeteroFold(window="all", recolour_metric="raw"),
+    "cachelink": CacheLink(value_directions=16, passages=2, held_out=1, rows=8),
+    "cachelink_anchored": CacheLink(
+        source_layers=2,
+        anchor_context=1,
+        neighbours=True,
+        native_layers=1,
+        value_directions=16,
+        passages=2,
+        held_out=1,
+        rows=8,
+    ),
     "anchored": Anchored(),
     "random": Random(),
     "anchored_native": Anchored(native_layers=2, recolour_values=0.5),
