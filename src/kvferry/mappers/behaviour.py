@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -22,7 +23,10 @@ from kvferry.mappers.correction import (
     input_codes,
 )
 from kvferry.mappers.observation import Observation
+from kvferry.stats.attention_fit import AttentionSample, fit_attention
 from kvferry.stats.functional import AttendedMoments, functional_values
+
+log = logging.getLogger(__name__)
 
 Attention = Literal["native", "translated"]
 Pointwise = float | Literal["auto"]
@@ -99,8 +103,9 @@ def mapped_after_prefix(mapper: AffineMapper, seen: Observation) -> ContentKV:
     out = mapper.map(seen.inputs, [0] * len(mapper.target.layers))
     for component in ("keys", "values"):
         native: dict[int, Tensor] = getattr(seen.target, component)
-        for layer, x in getattr(out, component).items():
-            x[:, :, : seen.prefix] = native[layer][:, :, : seen.prefix]
+        mapped: dict[int, Tensor] = getattr(out, component)
+        for layer in mapped_layers(mapper):
+            mapped[layer][:, :, : seen.prefix] = native[layer][:, :, : seen.prefix]
     return out
 
 
@@ -177,6 +182,77 @@ def refit_values(
                 best = torch.where(better[:, None, None], change, best)
             corrections[layer] = best.transpose(0, 1).flatten(1)
     return corrected(mapper, "values", codes, corrections)
+
+
+def refit_keys(
+    statistics: Statistics,
+    mapper: AffineMapper,
+    reading: Reading,
+    *,
+    directions: int,
+    rank: int,
+    steps: int,
+    learning_rate: float,
+) -> AffineMapper:
+    """Keys such that the target's attention goes where it goes natively; values stay.
+
+    Each layer by itself, see :func:`fit_attention`; a layer whose held-out divergence does not fall
+    keeps what it had. All texts stay in memory, at about two keys a token and layer in half
+    precision.
+
+    Args:
+        directions: leading directions of the inputs that a correction may read.
+        rank: of the correction.
+        steps: of the optimiser, one text each.
+        learning_rate: see :func:`fit_attention`.
+    """
+    codes = input_codes(statistics, mapper, "keys", directions, reading.seed)
+    texts = statistics.observe(reading.passages)
+    fitted = _attention_samples(mapper, texts, codes, reading)
+    texts = statistics.observe(reading.held_out, "selection")
+    held = _attention_samples(mapper, texts, codes, reading)
+    corrections = {}
+    for layer in mapped_layers(mapper):
+        change, before, after = fit_attention(
+            fitted.pop(layer),
+            held.pop(layer),
+            rank=rank,
+            steps=steps,
+            learning_rate=learning_rate,
+            seed=reading.seed,
+        )
+        log.debug("layer %d: attention KL %.4f to %.4f", layer, before, after)
+        corrections[layer] = change
+    return corrected(mapper, "keys", codes, corrections)
+
+
+def _attention_samples(
+    mapper: AffineMapper,
+    texts: Iterable[Observation],
+    codes: Mapping[Blocks, InputCode],
+    reading: Reading,
+) -> dict[int, list[AttentionSample]]:
+    """By layer, what :func:`fit_attention` needs of every text."""
+    found: dict[int, list[AttentionSample]] = {layer: [] for layer in mapped_layers(mapper)}
+    for text in read_mapped(mapper, texts, reading.rows, reading.seed):
+        coded = {
+            blocks: code.rows(text.seen.inputs, text.seen.prefix).half()
+            for blocks, code in codes.items()
+        }
+        # Layers share rotary tables, and tensors made in inference mode cannot meet a gradient.
+        tables: dict[int, Tensor] = {}
+        for layer, samples in found.items():
+            ask = text.seen.queries[layer].at(text.rows)
+            cos, sin = (tables.setdefault(id(t), t.clone()) for t in (ask.cos, ask.sin))
+            samples.append(
+                AttentionSample(
+                    ask=replace(ask, queries=ask.queries.half(), cos=cos, sin=sin),
+                    native=text.seen.target.keys[layer][0].half(),
+                    mapped=text.content.keys[layer][0].half(),
+                    code=coded[group_of(mapper, "keys", layer).blocks],
+                )
+            )
+    return found
 
 
 def _attended(
