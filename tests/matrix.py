@@ -27,13 +27,15 @@ METHODS: dict[str, MapperMethod] = {
     "heterofold_all": HeteroFold(
         window="all", recolour_metric="raw", behavioural_keys_rank=0, behavioural_values=False
     ),
-    "cachelink": CacheLink(value_directions=16, passages=2, held_out=1, rows=8),
+    "cachelink": CacheLink(directions=16, passages=2, held_out=1, rows=8),
     "cachelink_anchored": CacheLink(
         source_layers=2,
         anchor_context=1,
         neighbours=True,
         native_layers=1,
-        value_directions=16,
+        key_rank=2,
+        steps=2,
+        directions=16,
         passages=2,
         held_out=1,
         rows=8,

@@ -17,6 +17,7 @@ from kvferry.mappers.base import Recolouring, Statistics, fit_affine, layer_read
 from kvferry.mappers.behaviour import attention_error, query_rows, read_mapped
 from kvferry.mappers.heterofold import HeteroFold
 from kvferry.mappers.layout import COMPONENTS, component_layout
+from kvferry.mappers.observation import ReplaySplit
 from kvferry.mappers.strength import GRID, blend, choose_strengths
 from tests.pairs import TOKENS, reader_of, statistics_of
 
@@ -51,13 +52,13 @@ def test_parameters_are_as_published(source: str, target: str) -> None:
     weights = sum(group.weight.numel() for group in mapper.groups)
     assert round(weights / 1e6, 1) == millions
     assert mapper.parameters == weights + 2 * depth * (3 * 1024 + 1024)
-    wide = relative_depth(len(ours.layers), depth, 5)
-    assert sum(map(len, wide.layers)) * 1024 * 1024 * 2 != weights, "control"
+    wider = relative_depth(len(ours.layers), depth, 5)
+    assert sum(len(reads) for reads in wider.layers) * 1024 * 1024 * 2 > weights, "control"
 
 
 def with_texts(statistics: Statistics, source: str, target: str) -> Statistics:
     """Texts to fit on, others to choose on, and a third kind to judge on."""
-    texts = {
+    texts: dict[ReplaySplit, list[str]] = {
         "calibration": [p.text for p in load_miniature(16, sentences=16, seed=0)],
         "selection": [p.text for p in load_miniature(4, sentences=16, seed=5)],
         "other_domain": [p.text for p in load_miniature(4, sentences=16, seed=77)],

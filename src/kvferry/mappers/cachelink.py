@@ -27,6 +27,7 @@ from kvferry.mappers.behaviour import (
     Reading,
     mapped_layers,
     query_rows,
+    refit_keys,
     refit_values,
 )
 from kvferry.mappers.correction import with_weights
@@ -47,8 +48,11 @@ class CacheLink(MapperMethod):
         ridge: penalty as a share of the inputs' mean variance.
         key_metric: weigh errors of keys by what queries read; off keeps the ridge keys.
         metric_floor: least share of attention that a coordinate of a key is taken to have.
-        value_directions: leading directions of the inputs that values are corrected in; 0 keeps
-            the ridge values.
+        key_rank: of a further correction of keys by gradient, towards native attention, as in
+            :class:`HeteroFold`; 0 stays with closed forms.
+        steps, learning_rate: of that correction, see :func:`refit_keys`.
+        directions: leading directions of the inputs that corrections read.
+        functional_values: regress attention outputs; off keeps the ridge values.
         pointwise: weight of the values themselves beside the outputs they make (mu), or "auto".
         attention: "translated" fits values to the mapped keys' attention, "native" to the target's.
         passages, held_out, rows, seed: see :class:`Reading`.
@@ -59,7 +63,11 @@ class CacheLink(MapperMethod):
     ridge: float = 1e-3
     key_metric: bool = True
     metric_floor: float = 1e-3
-    value_directions: int = 384
+    key_rank: int = 0
+    steps: int = 300
+    learning_rate: float = 2e-3
+    functional_values: bool = True
+    directions: int = 384
     pointwise: Pointwise = "auto"
     attention: Attention = "translated"
     passages: int = 32
@@ -81,7 +89,9 @@ class CacheLink(MapperMethod):
                 **self._reading.rules(),
                 "ridge must not be negative": self.ridge >= 0,
                 "metric_floor must lie in 0..1, 0 excluded": 0 < self.metric_floor <= 1,
-                "value_directions must not be negative": self.value_directions >= 0,
+                "key_rank must not be negative": self.key_rank >= 0,
+                "steps and directions must be at least 1": min(self.steps, self.directions) >= 1,
+                "learning_rate must be positive": self.learning_rate > 0,
                 "pointwise must be auto or not negative": self.pointwise == "auto"
                 or self.pointwise >= 0,
                 "attention must be native or translated": self.attention
@@ -114,12 +124,22 @@ class CacheLink(MapperMethod):
             mapper = metric_keys(
                 statistics, mapper, metrics, ridge=self.ridge, floor=self.metric_floor
             )
-        if self.value_directions:
+        if self.key_rank:
+            mapper = refit_keys(
+                statistics,
+                mapper,
+                self._reading,
+                directions=self.directions,
+                rank=self.key_rank,
+                steps=self.steps,
+                learning_rate=self.learning_rate,
+            )
+        if self.functional_values:
             mapper = refit_values(
                 statistics,
                 mapper,
                 self._reading,
-                rank=self.value_directions,
+                rank=self.directions,
                 pointwise=self.pointwise,
                 ridge=self.ridge,
                 attention=self.attention,

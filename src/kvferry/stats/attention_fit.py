@@ -101,7 +101,7 @@ def fit_attention(
         at = order[step % len(samples)]
         loss = samples[at].divergence(wanted[at], down @ up * scale)
         optimiser.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimiser.step()
         schedule.step()
         if (step + 1) % max(steps // CHECKS, 1) == 0 or step == steps - 1:
