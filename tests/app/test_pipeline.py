@@ -65,9 +65,17 @@ def test_the_same_settings_give_the_same_numbers(finished: RunConfig, tmp_path: 
     assert first == pytest.approx(second, abs=1e-5, nan_ok=True)
 
 
-@pytest.mark.parametrize("mapper", ["full_head_ridge", "heterofold", "random"])
-def test_every_mapper_of_the_tree_runs(mapper: str, tmp_path: Path) -> None:
-    cfg = settings(tmp_path, "pair=llama8b_ministral14b", f"mapper={mapper}")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["mapper=full_head_ridge"],
+        ["mapper=heterofold", "mapper.recolour_keys=auto", "mapper.steps=10", "mapper.passages=4"],
+        ["mapper=cachelink", "mapper.key_rank=4", "mapper.steps=10", "mapper.passages=4"],
+        ["mapper=random"],
+    ],
+)
+def test_every_mapper_of_the_tree_runs(words: list[str], tmp_path: Path) -> None:
+    cfg = settings(tmp_path, "pair=llama8b_ministral14b", *words)
     assert execute(cfg) == 0
 
 
