@@ -13,7 +13,7 @@ from kvferry.calibration.replay import TextReplay
 from kvferry.errors import ConfigurationError
 from kvferry.mappers.affine import AffineMapper
 from kvferry.mappers.base import Statistics
-from kvferry.mappers.behaviour import attention_error, read_mapped
+from kvferry.mappers.behaviour import Reading, attention_error, read_mapped, refit_values
 from kvferry.mappers.cachelink import CacheLink, query_metrics
 from kvferry.mappers.correction import coded_moments, corrected, group_of, input_codes
 from kvferry.mappers.full_head_ridge import FullHeadRidge
@@ -62,6 +62,35 @@ def _value_error(mapper: AffineMapper, texts: list[Observation]) -> torch.Tensor
             left = text.content.values[layer] - native[layer]
             error[layer] += float(left.square().mean() / native[layer].square().mean())
     return error
+
+
+def test_native_attention_ignores_mapped_keys_and_translated_answers_to_them() -> None:
+    statistics = statistics_of("llama", "gemma3")
+    plain = FullHeadRidge().fit(statistics)
+    turned = replace(
+        plain,
+        groups=tuple(
+            replace(g, weight=2 * g.weight) if g.component == "keys" else g for g in plain.groups
+        ),
+    )
+    for attention in ("native", "translated"):
+        found = [
+            refit_values(
+                statistics,
+                mapper,
+                Reading(passages=4, held_out=2, rows=16),
+                rank=8,
+                pointwise=0.1,
+                ridge=1e-3,
+                attention=attention,  # type: ignore[arg-type]
+            )
+            for mapper in (plain, turned)
+        ]
+        first, second = (
+            torch.cat([group_of(m, "values", layer).weight for layer in range(6)], dim=1)
+            for m in found
+        )
+        assert torch.equal(first, second) == (attention == "native")
 
 
 def test_parts_that_are_off_change_nothing() -> None:
