@@ -64,5 +64,9 @@ class ArtefactError(KVFerryError):
     """A mapper folder is damaged or does not belong to this pair."""
 
 
+class HubError(KVFerryError):
+    """A mapper cannot be fetched from the hub or published there."""
+
+
 class ConfigurationError(KVFerryError):
     """One or more settings are wrong; all of them are listed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import types
@@ -123,6 +124,31 @@ def test_doctor_tells_what_fits(
     assert "make demo" in report["next_step"]
     assert call(monkeypatch, "doctor") == 0
     assert "smollm2_gemma3" in capsys.readouterr().out
+
+
+def test_clean_says_what_it_would_free_and_frees_it_when_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("KVFERRY_CACHE_LIMIT_GB", "0.002")
+    files = [tmp_path / "traces" / "pair" / f"{index}.safetensors" for index in range(3)]
+    files[0].parent.mkdir(parents=True)
+    for index, file in enumerate(files):
+        file.write_bytes(b"x" * 1_000_000)
+        os.utime(file, (index, index))
+    (tmp_path / "models").mkdir()
+    words = ["clean", "--cache", str(tmp_path)]
+    assert call(monkeypatch, *words) == 0
+    said = capsys.readouterr().out
+    assert "Would free 1.00 MB" in said and "--yes" in said and all(f.exists() for f in files)
+    assert call(monkeypatch, *words, "--yes") == 0
+    assert "Freed 1.00 MB" in capsys.readouterr().out
+    assert [file.exists() for file in files] == [False, True, True]
+    assert call(monkeypatch, *words, "--to-gb", "0", "--yes") == 0
+    assert not any(file.exists() for file in files) and (tmp_path / "models").is_dir()
+    capsys.readouterr()
+    assert call(monkeypatch, "doctor", "--json", "--cache", str(tmp_path)) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["cache_limit_bytes"] == 2_000_000 and report["cache_bounded_bytes"] == 0
 
 
 def test_help_imports_nothing_heavy() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ from kvferry.app.folder import RunFolder
 from kvferry.app.run import execute
 from kvferry.app.schema import RunConfig
 from kvferry.app.screen import AskScreen
-from kvferry.errors import ArtefactError, InputError
+from kvferry.errors import ArtefactError, HubError, InputError
+from kvferry.mappers.card import NOT_EVALUATED
 from kvferry.results.rows import read_rows
 
 SMALL = ["data.calibration_passages=8", "data.held_out_passages=4", "data.passage_tokens=200"]
@@ -49,6 +51,57 @@ def test_a_run_leaves_what_it_promises(finished: RunConfig) -> None:
     assert "SmolLM2" in page and "http://" not in page.replace("http://www.w3.org", "")
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     assert any("fit/parameters" in json.loads(line) for line in lines)
+
+
+def test_the_card_shows_what_was_measured(finished: RunConfig) -> None:
+    card = (RunFolder.of(finished).path / "mapper" / "README.md").read_text()
+    assert "recall kept" in card.lower() and "| zero context |" in card and "n = 2" in card
+    assert NOT_EVALUATED not in card and "license: gemma" in card
+    settings = (RunFolder.of(finished).path / "mapper" / "config.yaml").read_text()
+    assert "recolour_keys" in settings
+    assert str(RunFolder.of(finished).path.parent) not in card + settings
+
+
+def test_push_without_a_login_is_a_message(
+    finished: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.hf_api.get_token", lambda: None)
+    words = ["push", str(RunFolder.of(finished).path), "me/ferry"]
+    done = CliRunner().invoke(app, words)
+    assert isinstance(done.exception, HubError) and "hf auth login" in str(done.exception)
+    done = CliRunner().invoke(app, ["push", "/no/such/run", "me/ferry"])
+    assert isinstance(done.exception, ArtefactError)
+
+
+def test_two_ranks_calibrate_and_one_writes(tmp_path: Path) -> None:
+    words = ["trainer=two_cpu_ranks", "seed=7", f"cache={tmp_path / 'cache'}"]
+    cfg = settings(tmp_path, "pair=smollm2_gemma3", "mapper=heterofold", *words)
+    assert execute(cfg) == 0
+    folder = RunFolder.of(cfg).path
+    rows = read_rows(folder / "rows.parquet")
+    assert len({row.key for row in rows}) == len(rows) > 0
+    manifest = json.loads((folder / "mapper" / "manifest.json").read_text())
+    alone = settings(tmp_path, "pair=smollm2_gemma3", "mapper=heterofold", "seed=7", "stages=[fit]")
+    assert execute(alone) == 0
+    other = json.loads((RunFolder.of(alone).path / "mapper" / "manifest.json").read_text())
+    assert manifest["calibration"] == other["calibration"]
+    assert not (folder / "rank-1.log").read_text().count("Traceback")
+    told = (folder / "metrics.jsonl").read_text().splitlines()
+    assert sum("fit/rows" in line for line in told) == 1
+
+
+def test_the_cache_keeps_to_its_limit_and_what_the_run_uses(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    old = cache / "traces" / "other" / "old.safetensors"
+    old.parent.mkdir(parents=True)
+    old.write_bytes(b"x" * 1000)
+    os.utime(old, (1, 1))
+    cfg = settings(tmp_path, "mapper=heterofold", f"cache={cache}", "cache_limit_gb=0")
+    assert cfg.config_hash == settings(tmp_path, "mapper=heterofold").config_hash
+    assert execute(cfg) == 0
+    assert not old.exists()
+    assert list((cache / "traces").rglob("*.safetensors")), "its own traces are the run's"
+    assert list((cache / "moments").rglob("progress.json"))
 
 
 def test_the_same_settings_give_the_same_numbers(finished: RunConfig, tmp_path: Path) -> None:

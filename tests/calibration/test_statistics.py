@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import pytorch_lightning
 import torch
 
+from kvferry.calibration import statistics
 from kvferry.calibration.corpus import load_miniature
+from kvferry.calibration.moments_store import Collection, merge_collections
 from kvferry.calibration.reader import PairReader
-from kvferry.calibration.statistics import CalibrationPlan, collect_statistics
+from kvferry.calibration.statistics import (
+    CalibrationPlan,
+    MomentsModule,
+    collect_statistics,
+    empty_moments,
+    source_code,
+)
 from kvferry.calibration.trace_store import TraceStore
 from kvferry.errors import InputError
 from kvferry.mappers.base import Statistics
@@ -81,6 +93,108 @@ def test_ctrl_c_arrives_as_such_and_still_works_afterwards(
         collect_statistics(reader, TEXTS, PLAN, trainer(), tmp_path, each=press)
     assert signal.getsignal(signal.SIGINT) is before
     assert not list(tmp_path.rglob("*.tmp"))
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from kvferry.calibration import moments_store, statistics
+from tests.calibration.test_statistics import PLAN, TEXTS, trainer
+from tests.pairs import reader_of
+
+calls = {"save_file": 0, "new_file": 0}
+
+def deadly(name, step):
+    real = getattr(moments_store, name)
+    def call(*args):
+        calls[name] += 1
+        if calls[name] == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args)
+    setattr(moments_store, name, call)
+
+deadly(sys.argv[1], int(sys.argv[2]))
+reader = reader_of("llama", "gemma3")
+statistics.collect_statistics(reader, TEXTS, PLAN, trainer(), Path(sys.argv[3]), save_every=2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "step", "kept"),
+    # A save writes keys, values and code, then renames progress.json.
+    [("save_file", 2, 0), ("save_file", 5, 2), ("new_file", 2, 2)],
+)
+def test_a_kill_in_the_middle_of_a_save_costs_no_more_than_that_save(
+    call: str, step: int, kept: int, reader: PairReader, tmp_path: Path
+) -> None:
+    words = [sys.executable, "-c", KILLED, call, str(step), str(tmp_path)]
+    root = str(Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *sys.path])}
+    done = subprocess.run(words, env=environment, capture_output=True, timeout=600)
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    told: list[int] = []
+    again = collect_statistics(
+        reader, TEXTS, PLAN, trainer(), tmp_path, save_every=2, each=told.append
+    )
+    assert told[0] == kept and sum(told) == len(TEXTS)
+    assert again.moments["keys"].rows == again.moments["values"].rows
+    (place,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    assert len(list(place.iterdir())) == 4, "what the killed save left is gone"
+    whole = collect_statistics(reader, TEXTS, PLAN, trainer(), tmp_path / "whole")
+    assert_same(whole, again, tolerance=1e-6)
+
+
+def test_more_text_reads_only_what_is_new(
+    reader: PairReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [p.text for p in load_miniature(8, sentences=10, seed=4)]
+    first = collect_statistics(reader, texts[:4], PLAN, trainer(), tmp_path)
+    told: list[int] = []
+    more = collect_statistics(reader, texts, PLAN, trainer(), tmp_path, each=told.append)
+    assert told[0] == 4 and sum(told) == 8
+    monkeypatch.setattr(statistics, "source_code", lambda *_: first.code)
+    fresh = collect_statistics(reader, texts, PLAN, trainer(), tmp_path / "fresh")
+    assert_same(more, fresh, tolerance=1e-6)
+    for other in (texts[1:], texts[:3] + texts[4:]):
+        told.clear()
+        collect_statistics(reader, other, PLAN, trainer(), tmp_path, each=told.append)
+        assert told[0] == 0, "only a prefix counts, and only a whole one"
+    told.clear()
+    plan = dataclasses.replace(PLAN, passage_tokens=70)
+    collect_statistics(reader, texts, plan, trainer(), tmp_path, each=told.append)
+    assert told[0] == 0, "another plan is another base"
+
+
+def test_two_collections_are_merged_once(reader: PairReader, tmp_path: Path) -> None:
+    def collection(first: int, last: int) -> Collection:
+        part = [reader.tokenize(text, PLAN.passage_tokens) for text in TEXTS[first:last]]
+        moments = {c: empty_moments(reader, layouts[c]) for c in COMPONENTS}
+        module = MomentsModule(reader, layouts, code, moments, False)
+        for pair in part:
+            module.add(reader.read([pair])[0])
+        return Collection(tuple(TEXTS[first:last]), code, moments, False)
+
+    layouts = PLAN.layouts(reader)
+    code = source_code(reader, [reader.tokenize(TEXTS[0], PLAN.passage_tokens)], PLAN)
+    whole = collection(0, 4)
+    merged = merge_collections(collection(0, 2), collection(2, 4))
+    assert merged.texts == whole.texts
+    for component in COMPONENTS:
+        one, other = merged.moments[component], whole.moments[component]
+        assert torch.allclose(one.c_xy, other.c_xy, rtol=1e-5, atol=1e-6)
+    with pytest.raises(InputError, match="count twice"):
+        merge_collections(collection(0, 2), collection(1, 3))
+    with pytest.raises(InputError, match="different source codes"):
+        merge_collections(collection(0, 2), dataclasses.replace(collection(2, 3), shared_only=True))
+
+
+def test_damaged_moments_are_collected_anew(reader: PairReader, tmp_path: Path) -> None:
+    collect_statistics(reader, TEXTS, PLAN, trainer(), tmp_path)
+    (path,) = tmp_path.rglob("keys*.safetensors")
+    path.write_bytes(path.read_bytes()[:100])
+    told: list[int] = []
+    collect_statistics(reader, TEXTS, PLAN, trainer(), tmp_path, each=told.append)
+    assert told[0] == 0 and sum(told) == len(TEXTS)
 
 
 def test_finished_moments_are_read_from_disk(reader: PairReader, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from itertools import pairwise
 from pathlib import Path
 
@@ -204,3 +205,38 @@ def test_mistakes_are_typed() -> None:
         Moments(3, 4, y_blocks=[slice(0, 2), slice(3, 4)])
     with pytest.raises(InputError, match="same columns"):
         make().merge(Moments(P, Q))
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_reduced_over_ranks_is_merged(empty: bool) -> None:
+    """Ranks as threads that meet at a barrier: each ends with what one `merge` gives."""
+    counts = (30, 0 if empty else 17, 5)
+    parts = [rows(n, seed=n, offset=1e3) for n in counts]
+    expected = make()
+    for x, y, weights in parts:
+        expected.merge(make(panel=8).update(x, y, weights))
+    ranks = [make(panel=8).update(x, y, weights) for x, y, weights in parts]
+    meeting = threading.Barrier(len(ranks))
+    given: dict[int, Tensor] = {}
+
+    def work(rank: int) -> None:
+        def add_up(tensor: Tensor) -> Tensor:
+            given[rank] = tensor.clone()
+            meeting.wait(60)
+            total = sum(given.values())
+            meeting.wait(60)
+            assert isinstance(total, Tensor)
+            return total
+
+        ranks[rank].reduce(add_up)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(ranks))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for mine in ranks:
+        assert_same(mine, expected, rtol=1e-10)
+    cleared = ranks[0].clear()
+    assert cleared.rows == 0 and cleared.weight == 0
+    assert_same(cleared.merge(expected), expected, rtol=1e-12)

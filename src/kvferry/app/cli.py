@@ -1,4 +1,4 @@
-"""The installed command line: `kvferry ask`, `kvferry doctor`."""
+"""The installed command line: `kvferry ask`, `doctor`, `push`, `clean`."""
 
 from __future__ import annotations
 
@@ -100,3 +100,34 @@ def doctor(
         print(examination.to_json(report))
     else:
         examination.show(report, Console())
+
+
+@app.command()
+def push(
+    run: Annotated[Path, typer.Argument(help="A run folder, or a fitted mapper folder.")],
+    repo_id: Annotated[str, typer.Argument(help="OWNER/NAME on the hub; made if not there.")],
+    private: Annotated[bool, typer.Option("--private", help="If it is made.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch to commit to.")] = None,
+) -> None:
+    """Publish a fitted mapper with its model card (`hf auth login` first)."""
+    from kvferry.app.publish import push as publish
+
+    done = publish(run, repo_id, private=private, revision=revision)
+    print(done.address)
+    if not done.evaluated:
+        print("Its card shows no numbers: the run was not evaluated.", file=sys.stderr)
+
+
+@app.command()
+def clean(
+    to_gb: Annotated[
+        float | None,
+        typer.Option(min=0, help="What may stay; default: the cache's limit. 0 frees all of it."),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Free it; without, only say what.")] = False,
+    cache: Annotated[Path | None, typer.Option(help="The cache folder to clean.")] = None,
+) -> None:
+    """Free moments and traces that were not used for longest; models and text stay."""
+    from kvferry.app.clean import clean as shrink
+
+    shrink(cache, to_gb, yes, Console())

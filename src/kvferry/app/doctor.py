@@ -22,6 +22,7 @@ from rich.table import Table
 from kvferry.app.binding import bind
 from kvferry.app.folder import latest
 from kvferry.app.paths import conf_dir
+from kvferry.lm.cache_limit import BOUNDED, VARIABLE, cache_limit_bytes, entries
 from kvferry.lm.convert import converted_path
 from kvferry.lm.sources import ModelSpec
 from kvferry.lm.store import MANIFEST, cache_root
@@ -88,6 +89,8 @@ class Report:
     cache: str
     cache_bytes: dict[str, int]
     cache_free_bytes: int
+    cache_limit_bytes: int
+    cache_bounded_bytes: int
     models: tuple[Model, ...]
     pairs: tuple[Pair, ...]
     next_step: str
@@ -109,6 +112,8 @@ def examine(cache: Path | None = None) -> Report:
         packages=packages,
         cache=str(root),
         cache_bytes=_sizes(root),
+        cache_limit_bytes=cache_limit_bytes(),
+        cache_bounded_bytes=sum(entry.bytes for entry in entries(root)),
         cache_free_bytes=shutil.disk_usage(_existing(root)).free,
         models=models,
         pairs=pairs,
@@ -153,6 +158,12 @@ def show(report: Report, console: Console) -> None:
     )
     for name, held in report.cache_bytes.items():
         console.print(f"           {name}: {_size(held)}", highlight=False)
+    console.print(
+        f"           limit of {' and '.join(BOUNDED)}: {_size(report.cache_limit_bytes)} "
+        f"({VARIABLE}), {_size(report.cache_bounded_bytes)} held; `kvferry clean` frees some",
+        highlight=False,
+        soft_wrap=True,
+    )
     here = [model for model in report.models if model.where in ("folder", "cached")]
     wheels = [model for model in report.models if model.where == "wheel"]
     for label, members in (("models", here), ("to fetch", wheels)):

@@ -8,7 +8,7 @@ import platform
 import subprocess
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 import pytorch_lightning
 import torch
 import transformers
+from omegaconf import OmegaConf
 from rich.console import Console
 
 import kvferry
@@ -24,11 +25,13 @@ from kvferry.app.corpora import load_corpora
 from kvferry.app.folder import CONFIG, MAPPER, REPORT, ROWS
 from kvferry.app.loggers import RunLogger
 from kvferry.app.mapper import build_mapper
-from kvferry.app.progress import progress
-from kvferry.app.schema import RunConfig
+from kvferry.app.progress import Step, progress
+from kvferry.app.ranks import companions
+from kvferry.app.schema import RunConfig, to_plain
+from kvferry.calibration.ranks import Rank
 from kvferry.calibration.reader import PairReader
 from kvferry.calibration.replay import TextReplay
-from kvferry.calibration.statistics import CalibrationPlan, collect_statistics
+from kvferry.calibration.statistics import CalibrationPlan, collect_statistics, is_collected
 from kvferry.calibration.trace_store import TraceStore
 from kvferry.evals.contexts import ContextShape, EvalContext, read_context
 from kvferry.evals.ladder import ContextResult, Ladder
@@ -36,15 +39,29 @@ from kvferry.evals.latency import LatencyBench, affordable_lengths
 from kvferry.evals.rows import ladder_rows, latency_rows, size_rows
 from kvferry.evals.samples import continue_text
 from kvferry.handoff.handoff import Handoff
+from kvferry.lm.cache_limit import beyond, cache_limit_bytes, evict
 from kvferry.lm.loading import load_language_model
+from kvferry.lm.sources import ModelSpec
 from kvferry.lm.store import cache_root
-from kvferry.mappers.artefact import WEIGHTS, Manifest, ModelIdentity, load_mapper, save_mapper
+from kvferry.mappers.artefact import (
+    WEIGHTS,
+    Manifest,
+    ModelIdentity,
+    load_mapper,
+    read_manifest,
+    save_mapper,
+)
 from kvferry.mappers.base import MapperMethod, Statistics
+from kvferry.mappers.card import write_card
 from kvferry.results.report import ContinuationSample, write_report
 from kvferry.results.rows import ResultRow, RowStamp, read_rows, write_atomically, write_rows
-from kvferry.results.tables import print_tables
+from kvferry.results.tables import markdown_table, print_tables
 
 SAMPLES = "samples.json"
+ON_CARD = ("kl", "nll_retention", "recall_kept", "top1_agreement")
+CARD_LEGEND = """Beside the carried cache (*mapped*) stand what the target decodes from otherwise.
+KL: nats a token from native, lower is better. NLL retention and recall kept: 1 is native, 0 is no
+context. In brackets 95 % bootstrap intervals over n contexts."""
 
 
 def fit(cfg: RunConfig, folder: Path, log: RunLogger) -> None:
@@ -54,7 +71,8 @@ def fit(cfg: RunConfig, folder: Path, log: RunLogger) -> None:
     corpora = load_corpora(cfg, cache_root(_cache(cfg)))
     texts = corpora.calibration
     started = time.perf_counter()
-    statistics = _statistics(cfg, reader, method, texts)
+    statistics = _statistics(cfg, folder, reader, method, texts)
+    _bound_cache(cfg, folder)
     replay = TextReplay(
         reader, corpora.replayed(cfg.eval), cfg.data.passage_tokens, statistics.code
     )
@@ -71,8 +89,8 @@ def fit(cfg: RunConfig, folder: Path, log: RunLogger) -> None:
             method=method.pretty_name,
             reference_url=method.reference_url,
             fields=dict(vars(method)),
-            source=ModelIdentity.of(reader.source),
-            target=ModelIdentity.of(reader.target),
+            source=ModelIdentity.of(reader.source, _origin(cfg, cfg.source)),
+            target=ModelIdentity.of(reader.target, _origin(cfg, cfg.target)),
             calibration={
                 "corpus": corpora.fingerprint(texts),
                 "passages": len(texts),
@@ -81,7 +99,7 @@ def fit(cfg: RunConfig, folder: Path, log: RunLogger) -> None:
             },
             git_commit=_git_commit(),
         ),
-        (folder / CONFIG).read_text(),
+        _portable_settings(cfg),
     )
     log.log_metrics(
         {
@@ -122,6 +140,7 @@ def evaluate(cfg: RunConfig, folder: Path, log: RunLogger) -> None:
             draws=cfg.eval.bootstrap_resamples,
         )
         write_rows(folder / ROWS, rows)
+    _bound_cache(cfg, folder)
     text = "\n\n".join(corpora.long_text)
     bench = LatencyBench(handoff, text)
     lengths = affordable_lengths(handoff, cfg.eval.latency_tokens, len(bench.ids))
@@ -134,7 +153,15 @@ def evaluate(cfg: RunConfig, folder: Path, log: RunLogger) -> None:
             )
     rows += latency_rows(stamp, timings, cfg.eval.bootstrap_resamples)
     write_rows(folder / ROWS, rows)
+    _show_on_card(folder / MAPPER, handoff.mapper.parameters, rows)
     write_atomically(folder / SAMPLES, json.dumps([asdict(sample) for sample in samples]).encode())
+
+
+def _show_on_card(mapper: Path, parameters: int, rows: Sequence[ResultRow]) -> None:
+    shown = [row for row in rows if row.metric in ON_CARD and row.layer is None]
+    text = f"{CARD_LEGEND}\n\n{markdown_table(shown)}"
+    size = (mapper / WEIGHTS).stat().st_size
+    write_card(mapper, read_manifest(mapper), parameters, size, text)
 
 
 def report(cfg: RunConfig, folder: Path, log: RunLogger) -> None:
@@ -152,13 +179,13 @@ def report(cfg: RunConfig, folder: Path, log: RunLogger) -> None:
     )
 
 
-def load_reader(cfg: RunConfig) -> PairReader:
-    """Both models of a run, ready to read."""
+def load_reader(cfg: RunConfig, rank: int = 0) -> PairReader:
+    """Both models of a run, ready to read; each rank has a device of its own."""
     if cfg.trainer.threads is not None:
         torch.set_num_threads(cfg.trainer.threads)
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    device = _device(cfg)
+    device = f"cuda:{rank}" if rank and _device(cfg) == "cuda" else _device(cfg)
 
     def load(spec: Any) -> Any:
         return load_language_model(
@@ -212,33 +239,70 @@ def product_dtype(cfg: RunConfig) -> torch.dtype:
 
 
 def _statistics(
-    cfg: RunConfig, reader: PairReader, method: MapperMethod, texts: Sequence[str]
+    cfg: RunConfig, folder: Path, reader: PairReader, method: MapperMethod, texts: Sequence[str]
 ) -> Statistics:
-    plan = CalibrationPlan(passage_tokens=cfg.data.passage_tokens, seed=cfg.seed)
+    plan = _plan(cfg)
     if not method.needs_moments:
         return Statistics(
             reader.source.geometry, reader.target.geometry, plan.layouts(reader), {}, None
         )
-    with progress("read calibration text", len(texts)) as step:
-        return collect_statistics(
-            reader,
-            texts,
-            plan,
-            _trainer(cfg),
-            cache_root(_cache(cfg)) / "moments",
-            batch_size=cfg.trainer.batch_size,
-            each=step,
-        )
+    count = 1 if is_collected(reader, texts, plan, _moments(cfg)) else _rank_count(cfg)
+    with (
+        companions(folder, count) as rank,
+        progress("read calibration text", len(texts)) as step,
+    ):
+        return _collect(cfg, reader, texts, rank, step)
 
 
-def _trainer(cfg: RunConfig) -> pytorch_lightning.Trainer:
+def collect_share(cfg: RunConfig, rank: Rank, ready: Callable[[], None]) -> None:
+    """What a further rank does: read its share of the calibration text with its own models.
+
+    Args:
+        ready: called when the models are loaded and the others may start.
+    """
+    reader = load_reader(cfg, rank.index)
+    texts = load_corpora(cfg, cache_root(_cache(cfg))).calibration
+    ready()
+    _collect(cfg, reader, texts, rank, lambda steps=1: None)
+
+
+def _collect(
+    cfg: RunConfig, reader: PairReader, texts: Sequence[str], rank: Rank | None, step: Step
+) -> Statistics:
+    return collect_statistics(
+        reader,
+        texts,
+        _plan(cfg),
+        _trainer(cfg, rank),
+        _moments(cfg),
+        batch_size=cfg.trainer.batch_size,
+        each=step,
+    )
+
+
+def _plan(cfg: RunConfig) -> CalibrationPlan:
+    return CalibrationPlan(passage_tokens=cfg.data.passage_tokens, seed=cfg.seed)
+
+
+def _moments(cfg: RunConfig) -> Path:
+    return cache_root(_cache(cfg)) / "moments"
+
+
+def _rank_count(cfg: RunConfig) -> int:
+    """Processes that calibrate together: one a device."""
+    if cfg.trainer.devices != "auto":
+        return cfg.trainer.devices
+    return torch.cuda.device_count() if _device(cfg) == "cuda" else 1
+
+
+def _trainer(cfg: RunConfig, rank: Rank | None) -> pytorch_lightning.Trainer:
     logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module="pytorch_lightning")
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
     return pytorch_lightning.Trainer(
         accelerator=cfg.trainer.accelerator,
-        devices=cfg.trainer.devices,
-        max_epochs=1,
+        devices=1 if rank is None else rank.count,
+        strategy="auto" if rank is None else rank.strategy(),
         logger=False,
         enable_checkpointing=False,
         enable_model_summary=False,
@@ -298,6 +362,31 @@ def _sample(cfg: RunConfig, handoff: Handoff, context: EvalContext) -> Continuat
         label=cfg.pair.name,
         **made,
     )
+
+
+def _portable_settings(cfg: RunConfig) -> str:
+    """The YAML of what changes results, without where things lie on this machine."""
+    values = {"name": cfg.name, **cfg.identity()}
+    text: str = OmegaConf.to_yaml(OmegaConf.create(values))
+    return text.replace(str(Path.home()), "~")
+
+
+def _origin(cfg: RunConfig, spec: ModelSpec) -> dict[str, Any]:
+    """Where a mapper finds this model again; a folder of this machine says nothing elsewhere."""
+    if spec.folder is not None and spec.size == "full":
+        return {"spec": {}, "dtype": cfg.trainer.model_dtype, "licence": spec.licence}
+    values = {**to_plain(spec), "folder": None}
+    return {"spec": values, "dtype": cfg.trainer.model_dtype, "seed": cfg.seed}
+
+
+def _bound_cache(cfg: RunConfig, folder: Path) -> None:
+    """Let go of what was used longest ago; its settings were written when this run began."""
+    since = (folder / CONFIG).stat().st_mtime
+    goners = beyond(cache_root(_cache(cfg)), cache_limit_bytes(cfg.cache_limit_gb), since)
+    gone = evict(goners)
+    if gone:
+        size = sum(entry.bytes for entry in gone) / 1e9
+        print(f"cache limit: {len(gone)} entries that were used longest ago went, {size:,.2f} GB")
 
 
 def _cache(cfg: RunConfig) -> Path | None:

@@ -113,7 +113,7 @@ class TrainerConfig:
 
     Attributes:
         accelerator: where the models run; "auto" takes a GPU when there is one.
-        devices: number of devices, or "auto".
+        devices: number of devices, or "auto"; several share the calibration text, a process each.
         threads: CPU threads; null leaves them as PyTorch chooses.
         model_dtype: number format of both frozen models.
         map_dtype: number format of the mapper's products at hand-off; "auto" takes bfloat16 where
@@ -184,6 +184,8 @@ class RunConfig:
         plan: say what would be done and stop.
         outputs: folder that receives the run folder.
         cache: folder for models and text; null means `$KVFERRY_CACHE` or the user's cache folder.
+        cache_limit_gb: size that moments and traces in it are kept to; what this run uses always
+            stays. null means `$KVFERRY_CACHE_LIMIT_GB` or 40.
     """
 
     pair: PairConfig
@@ -200,6 +202,7 @@ class RunConfig:
     plan: bool = False
     outputs: str = "outputs"
     cache: str | None = None
+    cache_limit_gb: Annotated[float, Range(0)] | None = None
 
     @property
     def source(self) -> ModelSpec:
@@ -217,7 +220,16 @@ class RunConfig:
     def identity(self) -> dict[str, Any]:
         """The settings that change results, as plain containers: what the hash is taken of."""
         values: dict[str, Any] = to_plain(self)
-        for key in ("name", "stages", "force", "plan", "outputs", "cache", "logger"):
+        for key in (
+            "name",
+            "stages",
+            "force",
+            "plan",
+            "outputs",
+            "cache",
+            "cache_limit_gb",
+            "logger",
+        ):
             del values[key]
         return values
 

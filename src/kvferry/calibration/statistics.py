@@ -4,30 +4,35 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import torch
+from jaxtyping import Bool
 from pytorch_lightning import LightningModule, Trainer
-from safetensors.torch import load_file, save_file
-from torch.utils.data import DataLoader, Dataset
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 
 from kvferry.calibration.code import fit_source_code
+from kvferry.calibration.moments_store import Collection, MomentsStore
 from kvferry.calibration.reader import PairReader, PairTrace, TokenPair
+from kvferry.calibration.shares import Share, shares
 from kvferry.errors import InputError
-from kvferry.lm.store import new_folder
+from kvferry.lm.content import ContentKV
 from kvferry.mappers.base import Statistics
 from kvferry.mappers.inputs import SourceCode
 from kvferry.mappers.layout import COMPONENTS, Component, FeatureLayout, component_layout
 from kvferry.stats.moments import Moments
 
 CODE_PASSAGES = 12
+SINK_COSINE = 0.5
+"""Between sinks (.73 and more on Gemma-3-270M) and ordinary tokens (.16 at most)."""
 MIN_SHARED = 0.9
 """Below this share of shared token boundaries, dropping the other rows costs more than it cleans:
 the hand-off will meet them all the time."""
@@ -74,7 +79,10 @@ class CalibrationPlan:
             for m in (reader.source, reader.target)
         ]
         digest = hashlib.sha256()
-        digest.update(json.dumps([models, vars(self), reader.mode]).encode())
+        settings: list[object] = [models, vars(self), reader.mode]
+        if _has_windows(reader):
+            settings.append("without sinks")
+        digest.update(json.dumps(settings).encode())
         for text in texts:
             digest.update(hashlib.sha256(text.encode()).digest())
         return digest.hexdigest()[:16]
@@ -83,7 +91,20 @@ class CalibrationPlan:
 class MomentsModule(LightningModule):
     """Adds the rows of each passage to the moments; there is nothing to optimise.
 
-    A Lightning trainer drives it, so that devices, progress and interruption are its business.
+    A Lightning trainer drives it, so that devices, ranks and interruption are its business. It
+    *predicts*: a strategy such as DDP wraps what it trains, and refuses what has no gradients.
+
+    Args:
+        reader: both models.
+        layouts, code, moments: what is counted, and where.
+        shared_only: count only rows at shared token boundaries.
+        pairs: the passages.
+        done: passages at the front of ``pairs`` that the moments hold already.
+        batch_size: passages read at once.
+        round_size: passages between two meetings of the ranks.
+        read: told how many passages this rank has read.
+        closed: told at each meeting how many passages all ranks have read since the last one;
+            the moments are then those of all ranks.
     """
 
     def __init__(
@@ -93,43 +114,90 @@ class MomentsModule(LightningModule):
         code: SourceCode | None,
         moments: dict[Component, Moments],
         shared_only: bool,
-        finished: Callable[[int], None] = lambda passages: None,
+        pairs: Sequence[TokenPair] = (),
+        done: int = 0,
+        batch_size: int = 1,
+        round_size: int = 32,
+        read: Callable[[int], None] = lambda passages: None,
+        closed: Callable[[int], None] = lambda passages: None,
     ) -> None:
         super().__init__()
-        self.automatic_optimization = False
         # A plain list keeps the frozen models out of the module's own parameters.
         self._reader = [reader]
         self.layouts, self.code, self.moments = layouts, code, moments
-        self.shared_only, self.finished = shared_only, finished
+        self.shared_only, self.pairs, self.done = shared_only, pairs, done
+        self.batch_size, self.round_size = batch_size, round_size
+        self.read, self.closed = read, closed
 
+    def setup(self, stage: str) -> None:
+        """All ranks start where the first one stands, with its source code."""
+        if self.trainer.world_size > 1:
+            state = (self.code, self.done)
+            self.code, self.done = self.trainer.strategy.broadcast(state)
+
+    def predict_dataloader(self) -> DataLoader[Share]:
+        """This rank's shares of what is left."""
+        mine = shares(
+            self.pairs[self.done :],
+            rank=self.trainer.global_rank,
+            ranks=self.trainer.world_size,
+            batch_size=self.batch_size,
+            round_size=self.round_size,
+        )
+        return DataLoader(_Stream(tuple(mine)), batch_size=None)
+
+    # Lightning predicts in inference mode; moments outlive it and go on growing.
+    @torch.inference_mode(False)
     @torch.no_grad()
-    def training_step(self, batch: list[TokenPair], batch_idx: int) -> None:
-        """Read one batch of texts with both models and count its rows."""
-        for trace in self._reader[0].read(batch):
-            self.add(trace)
-        self.finished(len(batch))
+    def predict_step(self, batch: Share, batch_idx: int) -> int:
+        """Read one share with both models and count its rows; meet the others at a round's end.
+
+        Returns:
+            How many passages that were.
+        """
+        if batch.pairs:
+            for trace in self._reader[0].read(batch.pairs):
+                self.add(trace)
+            self.read(len(batch.pairs))
+        if batch.closes or batch.last:
+            self._meet(batch)
+        return len(batch.pairs)
+
+    def _meet(self, share: Share) -> None:
+        many = self.trainer.world_size > 1
+        if many:
+            add_up = partial(self.trainer.strategy.reduce, reduce_op="sum")
+            for moments in self.moments.values():
+                moments.reduce(add_up)
+        self.closed(share.closes)
+        # Between meetings the first rank keeps the whole, and the others what they add to it.
+        if many and not share.last and not self.trainer.is_global_zero:
+            for moments in self.moments.values():
+                moments.clear()
 
     def transfer_batch_to_device(
-        self, batch: list[TokenPair], device: torch.device, dataloader_idx: int
-    ) -> list[TokenPair]:
+        self, batch: Share, device: torch.device, dataloader_idx: int
+    ) -> Share:
         """Token ids go to each model's own device when they are read."""
         return batch
 
     def add(self, trace: PairTrace) -> None:
-        """Count the rows of one text: all, or those whose token ends where a source token ends."""
+        """Count the rows of one text: all, or those whose token ends where a source token ends.
+
+        Sinks are left out: nothing in the source foretells which tokens the target makes one of.
+        """
         inputs, tokens = trace.inputs(self.code), trace.target.tokens
         exact = trace.tokens.alignment.exact
         counted = exact.clone() if self.shared_only else torch.ones_like(exact)
         # The prefix stays native, and the first token after it has no left context to tell of.
         counted[: len(self._reader[0].target.sink_ids) + 1] = False
+        if _has_windows(self._reader[0]):
+            counted &= ~surrogate_sinks(trace.target)
         for component in COMPONENTS:
             content: dict[int, torch.Tensor] = getattr(trace.target, component)
             wanted = torch.cat([x[0].transpose(0, 1).flatten(1) for x in content.values()], dim=1)
             rows = inputs.rows(self.layouts[component].blocks, 0, tokens)
             self.moments[component].update(rows[counted], wanted[counted])
-
-    def configure_optimizers(self) -> None:
-        """None: closed form."""
 
 
 def collect_statistics(
@@ -144,10 +212,17 @@ def collect_statistics(
 ) -> Statistics:
     """Moments of ``texts``, from ``folder`` where they are already there.
 
+    Where only the first of them are, under whatever list of passages, those are not read again.
+    The source code stays the one that was fitted to the shorter list, so moments that were extended
+    differ a little from those of a fresh collection, whose code has seen other passages.
+
+    Each rank of the trainer reads its share; the first one reads and writes the folder, and all
+    return the same statistics.
+
     Args:
         folder: holds one folder a key; a partly collected one is taken up where it stopped.
-        save_every: passages between two saves.
-        each: told how many more passages are done, for a progress bar.
+        save_every: passages between two saves, where the ranks also meet.
+        each: told on the first rank how many more passages are done, for a progress bar.
 
     Raises:
         InputError: no passage can be read.
@@ -155,30 +230,80 @@ def collect_statistics(
     if not texts:
         raise InputError("There is nothing to calibrate on.", fix="raise data.calibration_passages")
     layouts = plan.layouts(reader)
-    place = folder / plan.key(reader, texts)
     pairs = [reader.tokenize(text, plan.passage_tokens) for text in texts]
-    if (place / "progress.json").exists():
-        code, moments, done = _load(place)
+    module = MomentsModule(
+        reader,
+        layouts,
+        None,
+        {c: empty_moments(reader, layouts[c]) for c in COMPONENTS},
+        mostly_shared(pairs),
+        pairs,
+        batch_size=batch_size,
+        round_size=save_every,
+    )
+    if trainer is None or trainer.is_global_zero:
+        store = MomentsStore(folder, plan.key(reader, ()), reader.target.device)
+        key = plan.key(reader, texts)
+        with store.writing(key):
+            _collect(module, store, key, [_digest(text) for text in texts], plan, trainer, each)
     else:
-        code = source_code(reader, pairs, plan)
-        moments, done = {c: empty_moments(reader, layouts[c]) for c in COMPONENTS}, 0
+        _read(module, trainer)
+    geometries = reader.source.geometry, reader.target.geometry
+    return Statistics(*geometries, layouts, module.moments, module.code)
+
+
+def is_collected(
+    reader: PairReader, texts: Sequence[str], plan: CalibrationPlan, folder: Path
+) -> bool:
+    """Whether nothing is left to read for `collect_statistics`."""
+    return MomentsStore(folder, "").done(plan.key(reader, texts)) >= len(texts)
+
+
+def _collect(
+    module: MomentsModule,
+    store: MomentsStore,
+    key: str,
+    texts: Sequence[str],
+    plan: CalibrationPlan,
+    trainer: Trainer | None,
+    each: Callable[[int], None],
+) -> None:
+    """On the first rank: go on from what is stored, and store what is read."""
+    stored = store.find(key, texts, module.shared_only)
+    if stored is None:
+        module.code = source_code(module._reader[0], module.pairs, plan)
+    else:
+        module.code, module.moments, module.done = stored.code, stored.moments, len(stored.texts)
+    told = done = module.done
     each(done)
-    saved = done
 
-    def finished(passages: int) -> None:
-        nonlocal done, saved
-        done += passages
+    def read(passages: int) -> None:
+        nonlocal told
+        told += passages
         each(passages)
-        if done - saved >= save_every or done == len(pairs):
-            _save(place, code, moments, done)
-            saved = done
 
-    if done < len(pairs):
-        module = MomentsModule(reader, layouts, code, moments, mostly_shared(pairs), finished)
-        rest = _Texts(pairs[done:])
-        with _interruptible(trainer):
-            trainer.fit(module, DataLoader(rest, batch_size=batch_size, collate_fn=list))
-    return Statistics(reader.source.geometry, reader.target.geometry, layouts, moments, code)
+    def closed(passages: int) -> None:
+        nonlocal told, done
+        done += passages
+        if done > told:  # what the other ranks have read
+            each(done - told)
+            told = done
+        if passages:
+            here = tuple(texts[:done])
+            store.save(key, Collection(here, module.code, module.moments, module.shared_only))
+
+    module.read, module.closed = read, closed
+    if trainer is not None and (done < len(texts) or trainer.world_size > 1):
+        _read(module, trainer)
+
+
+def _read(module: MomentsModule, trainer: Trainer) -> None:
+    with _interruptible(trainer):
+        trainer.predict(module, return_predictions=False)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 @contextmanager
@@ -202,17 +327,14 @@ def mostly_shared(pairs: Sequence[TokenPair]) -> bool:
     return bool(exact.double().mean() >= MIN_SHARED)
 
 
-class _Texts(Dataset[TokenPair]):
-    """Tokenised passages as Lightning wants them."""
+class _Stream(IterableDataset[Share]):
+    """Shares in their order: an iterable is what Lightning does not divide among ranks again."""
 
-    def __init__(self, pairs: Sequence[TokenPair]) -> None:
-        self.pairs = pairs
+    def __init__(self, items: Sequence[Share]) -> None:
+        self.items = items
 
-    def __len__(self) -> int:
-        return len(self.pairs)
-
-    def __getitem__(self, index: int) -> TokenPair:
-        return self.pairs[index]
+    def __iter__(self) -> Iterator[Share]:
+        return iter(self.items)
 
 
 def source_code(
@@ -233,32 +355,25 @@ def source_code(
     return fit_source_code(samples, plan.code_width, plan.seed)
 
 
+def _has_windows(reader: PairReader) -> bool:
+    return any(layer.window is not None for layer in reader.target.geometry.layers)
+
+
+def surrogate_sinks(content: ContentKV) -> Bool[Tensor, " tokens"]:
+    """Tokens whose values in the deeper half of the layers are those of the first token.
+
+    Once the first token has left the window, some later ones take its part: attention that has no
+    use for the context rests on them, and their values are as small and as constant as its own.
+    """
+    deep = [content.values[layer][0] for layer in sorted(content.values)]
+    deep = deep[len(deep) // 2 :]
+    flat = torch.stack([x.transpose(0, 1).flatten(1) for x in deep])
+    cosine = torch.nn.functional.cosine_similarity(flat, flat[:, :1], dim=-1)
+    return cosine.mean(dim=0) > SINK_COSINE
+
+
 def empty_moments(reader: PairReader, layout: FeatureLayout) -> Moments:
     """Moments of one component, outputs in blocks of a target layer."""
     edges = [0, *torch.tensor(reader.target.geometry.widths).cumsum(0).tolist()]
     blocks = [slice(a, b) for a, b in pairwise(edges)]
     return Moments(layout.width, edges[-1], y_blocks=blocks, device=reader.target.device)
-
-
-def _save(
-    place: Path, code: SourceCode | None, moments: dict[Component, Moments], done: int
-) -> None:
-    with new_folder(place) as temporary:
-        for component in COMPONENTS:
-            save_file(moments[component].state_dict(), temporary / f"{component}.safetensors")
-        if code is not None:
-            tensors = {str(c): p.contiguous() for c, p in code.projection.items()}
-            save_file(tensors, temporary / "code.safetensors")
-        (temporary / "progress.json").write_text(json.dumps({"passages": done}))
-        shutil.rmtree(place, ignore_errors=True)
-
-
-def _load(place: Path) -> tuple[SourceCode | None, dict[Component, Moments], int]:
-    moments = {
-        c: Moments.from_state_dict(load_file(place / f"{c}.safetensors")) for c in COMPONENTS
-    }
-    stored = place / "code.safetensors"
-    projection = load_file(stored) if stored.exists() else None
-    code = None if projection is None else SourceCode({c: projection[c] for c in COMPONENTS})
-    done = int(json.loads((place / "progress.json").read_text())["passages"])
-    return code, moments, done

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvferry.calibration.reader import PairReader, PairTrace, TokenPair
+from kvferry.lm.cache_limit import touch
 from kvferry.lm.content import ContentKV
 from kvferry.lm.store import new_file
 from kvferry.mappers.layout import COMPONENTS
@@ -42,6 +43,7 @@ class TraceStore:
         path = self.folder / f"{_digest(tokens)}.safetensors"
         try:
             stored = load_file(path, device=str(self.reader.target.device))
+            touch(path)
             return PairTrace(tokens, _content(stored, "source"), _content(stored, "target"))
         except (FileNotFoundError, SafetensorError, KeyError):
             (trace,) = self.reader.read([tokens])

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,10 +17,12 @@ from torch import Tensor
 from kvferry.align.tokens import context_token_count
 from kvferry.calibration.reader import PairReader, TokenPair
 from kvferry.errors import ArtefactError, InputError
+from kvferry.handoff.origins import load_pair
 from kvferry.handoff.provenance import Provenance
 from kvferry.lm.content import ContentKV
-from kvferry.lm.model import Prefill
-from kvferry.mappers.affine import AffineMapper
+from kvferry.lm.model import LanguageModel, Prefill
+from kvferry.mappers.affine import AffineMapper, sink_places
+from kvferry.mappers.hub import MapperArtefact
 from kvferry.mappers.inputs import MapperInputs
 from kvferry.mappers.layout import COMPONENTS
 
@@ -83,6 +86,43 @@ class Handoff:
         self.mapper_hash = mapper_hash
         self.native_tail = native_tail
 
+    @classmethod
+    def load(
+        cls,
+        name: str | Path,
+        source: LanguageModel | None = None,
+        target: LanguageModel | None = None,
+        *,
+        native_tail: int = 0,
+        revision: str | None = None,
+        cache_dir: Path | None = None,
+        device: str = "cpu",
+    ) -> Handoff:
+        """A hand-off with a saved mapper.
+
+        Args:
+            name: folder of a fitted mapper, or its hub id.
+            source, target: the two models; those left out are loaded as the mapper knew them.
+            native_tail: see the class.
+            revision: of the mapper on the hub.
+            cache_dir, device: for models that are loaded here.
+
+        Raises:
+            ArtefactError: damaged, or a mapper of another pair, revision or tokenizer.
+            HubError: the mapper cannot be fetched.
+            ModelUnavailableError: a model that was left out cannot be loaded.
+        """
+        artefact = MapperArtefact.from_pretrained(name, revision=revision)
+        source, target = load_pair(artefact.manifest, source, target, cache_dir, device)
+        mapper, manifest = artefact.load(source, target)
+        return cls(
+            PairReader(source, target),
+            mapper,
+            mapper_name=manifest.method,
+            mapper_hash=manifest.short_hash,
+            native_tail=native_tail,
+        )
+
     @cached_property
     def prefix(self) -> ContentKV:
         """The target's own KV of its input-independent prefix, computed once."""
@@ -128,6 +168,7 @@ class Handoff:
         reads = self.mapper.source_layers
         return self.reader.source.content(prefill, reads["keys"], reads["values"])
 
+    @torch.inference_mode()
     def map_content(self, source: ContentKV, tokens: TokenPair, tail: int = 0) -> ContentKV:
         """Target content of one context, all but its last ``tail`` tokens.
 
@@ -139,7 +180,9 @@ class Handoff:
         native = None
         if self.mapper.native_layers > 1:
             batch, mask = target.batch([ids])
-            native = target.native_prefix(batch, mask, self.mapper.native_layers)
+            native = target.native_prefix(
+                batch, mask, self.mapper.native_layers, self.mapper.product_dtype
+            )
         inputs = MapperInputs(
             source=source,
             alignment=tokens.alignment.narrow(0, len(ids)),
@@ -213,15 +256,23 @@ class Handoff:
             )
         return min(wanted, len(tokens.target_ids) - len(self.reader.target.sink_ids) - 1)
 
+    @torch.inference_mode()
     def keep_prefix(self, content: ContentKV) -> ContentKV:
-        """Put the target's own prefix over the mapped one, in place, where it is still held."""
-        width = self.prefix.tokens
+        """Put the target's own prefix over the mapped one, in place.
+
+        Where it has left the window, it stands in for as many mapped tokens as the mapper says.
+        """
+        width, planted = self.prefix.tokens, self.mapper.planted_sinks
         for component in COMPONENTS:
             mapped: dict[int, Tensor] = getattr(content, component)
             own: dict[int, Tensor] = getattr(self.prefix, component)
-            for layer in range(self.mapper.native_layers, len(mapped)):
-                if mapped[layer].shape[2] == content.tokens:
+            for layer in mapped:
+                held = mapped[layer].shape[2]
+                if held == content.tokens:
                     mapped[layer][:, :, :width] = own[layer]
+                elif layer >= self.mapper.native_layers:
+                    places = sink_places(planted, held)
+                    mapped[layer][:, :, places] = own[layer][:, :, :1]
         return content
 
     def _stamp(self, content: ContentKV, tail: int) -> Provenance:

@@ -50,30 +50,33 @@ def hub_folder(spec: ModelSpec, *, check: Callable[[Path, str], Any]) -> tuple[P
     return folder, folder.name
 
 
-def _refusal(spec: ModelSpec, error: Exception) -> ModelUnavailableError | None:
+def hub_problem(error: Exception, repository: str) -> tuple[str, str] | None:
+    """What the hub means by ``error`` ("is gated"), and what to do about it; None if it is ours."""
     import httpx
     from huggingface_hub import errors
 
-    page = f"https://huggingface.co/{spec.hub}"
+    page = f"https://huggingface.co/{repository}"
     gated = (
         "is gated",
-        f"Accept its licence at {page} and run `hf auth login`, or set `folder`.",
+        f"Accept its licence at {page} and run `hf auth login`, or use a local folder.",
     )
     silent = (
         "is not cached here and the hub does not answer",
-        "Check the network and HF_HUB_OFFLINE, or set `folder` to a local copy.",
+        "Check the network and HF_HUB_OFFLINE, or use a local copy.",
     )
     absent = (
         "is not on the hub under this name and revision",
-        f"Check {page} (a private or gated model also needs `hf auth login`).",
+        f"Check {page} (a private or gated repository also needs `hf auth login`).",
     )
     failed = (
-        "cannot be fetched from the hub",
-        f"Try again later, and check {page} and `hf auth login`; or set `folder`.",
+        "is refused by the hub",
+        f"Try again later, and check {page} and `hf auth login`; or use a local folder.",
     )
+    stranger = ("needs a login", "Run `hf auth login`, or set HF_TOKEN.")
     malformed = ("has a malformed hub name", "Write it as owner/name.")
     # From the special to the general: the first kind that fits is told.
     kinds: list[tuple[type[Exception], tuple[str, str]]] = [
+        (errors.LocalTokenNotFoundError, stranger),
         (errors.GatedRepoError, gated),
         (errors.LocalEntryNotFoundError, silent),
         (errors.OfflineModeIsEnabled, silent),
@@ -85,14 +88,24 @@ def _refusal(spec: ModelSpec, error: Exception) -> ModelUnavailableError | None:
         (httpx.HTTPError, silent),
         (ConnectionError, silent),
     ]
-    for kind, (problem, fix) in kinds:
-        if isinstance(error, kind):
-            size = f"{spec.parameters / 1e9:,.2f} billion parameters"
-            return ModelUnavailableError(
-                f"The model {spec.name} ({spec.hub}) {problem}.",
-                found=str(error).strip().splitlines()[0],
-                expected=f"{size}, {2 * spec.parameters / 1e9:,.1f} GB in bfloat16; "
-                f"licence: {spec.licence}",
-                fix=f"{fix} {_ELSEWHERE}",
-            )
-    return None
+    return next((told for kind, told in kinds if isinstance(error, kind)), None)
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's text, or its type where it has none."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _refusal(spec: ModelSpec, error: Exception) -> ModelUnavailableError | None:
+    told = hub_problem(error, str(spec.hub))
+    if told is None:
+        return None
+    problem, fix = told
+    size = f"{spec.parameters / 1e9:,.2f} billion parameters"
+    return ModelUnavailableError(
+        f"The model {spec.name} ({spec.hub}) {problem}.",
+        found=first_line(error),
+        expected=f"{size}, {2 * spec.parameters / 1e9:,.1f} GB in bfloat16; "
+        f"licence: {spec.licence}",
+        fix=f"{fix} {_ELSEWHERE}",
+    )

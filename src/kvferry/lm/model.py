@@ -225,14 +225,22 @@ class LanguageModel:
         ids: Int[Tensor, "batch tokens"],
         mask: Bool[Tensor, "batch tokens"],
         count: int,
+        product_dtype: torch.dtype | None = None,
     ) -> ContentKV:
-        """Exact position-free KV of the first ``count`` layers, running ``count - 1`` of them."""
+        """Position-free KV of the first ``count`` layers, running ``count - 1`` of them.
+
+        Args:
+            product_dtype: number format of matrix products and attention, where coarser than the
+                weights'; the KV is then as exact as that format.
+        """
         positions = positions_of(mask)
-        raw = kv_cache.first_layers_kv(self.base, ids, _needed(mask), positions, count)
+        coarse = product_dtype not in (None, torch.float32, self.dtype)
+        with torch.autocast(self.device.type, product_dtype, enabled=coarse):
+            raw = kv_cache.first_layers_kv(self.base, ids, _needed(mask), positions, count)
         tables = self.rotary.at(positions)
         return ContentKV(
             keys={i: strip_rope(k, *tables[i]) for i, (k, _) in enumerate(raw)},
-            values={i: v for i, (_, v) in enumerate(raw)},
+            values={i: v.to(self.dtype) for i, (_, v) in enumerate(raw)},
             positions=positions,
             mask=mask,
         )

@@ -50,6 +50,8 @@ class AffineMapper:
         code: projections behind "code" blocks, or None.
         native_layers: target layers ``0 .. native_layers - 1`` are exact: layer 0 from the anchors,
             the others from a native prefix.
+        planted_sinks: tokens of each windowed layer that the target's own prefix takes the place of
+            once it has left the window; see :func:`sink_places`.
         product_dtype: number format of the matrix products; sums stay in fp32 registers.
     """
 
@@ -58,6 +60,7 @@ class AffineMapper:
     groups: tuple[AffineGroup, ...]
     code: SourceCode | None = None
     native_layers: int = 0
+    planted_sinks: int = 0
     product_dtype: torch.dtype = torch.float32
 
     def with_precision(self, dtype: torch.dtype) -> AffineMapper:
@@ -120,9 +123,16 @@ class AffineMapper:
         )
 
     def mean_content(self, like: ContentKV) -> ContentKV:
-        """The calibration mean at every token of ``like``: a control."""
+        """One mean at every token of ``like``: a control that knows no token.
+
+        Mapped layers take the calibration's mean, native ones that of ``like`` itself.
+        """
         out: dict[Component, dict[int, Tensor]] = {
-            component: dict(getattr(like, component)) for component in COMPONENTS
+            component: {
+                layer: x.mean(dim=2, keepdim=True).expand_as(x).clone()
+                for layer, x in getattr(like, component).items()
+            }
+            for component in COMPONENTS
         }
         for group in self.groups:
             mean = self._by_layer(group, group.output_mean[None])
@@ -155,9 +165,9 @@ class AffineMapper:
                 skip = max(start - low, 0)
                 if skip < high - low:
                     product = rows[skip:] @ group.weight
-                    result[low + skip - start : high - start] = product
-        for group, result in zip(groups, results, strict=True):
-            yield group, result.add_(group.output_mean)
+                    place = result[low + skip - start : high - start]
+                    torch.add(product, group.output_mean, out=place)
+        yield from zip(groups, results, strict=True)
 
     def _by_layer(self, group: AffineGroup, flat: Tensor) -> dict[int, Tensor]:
         widths = [self.target.layers[layer].width for layer in group.target_layers]
@@ -166,6 +176,14 @@ class AffineMapper:
             layer: _heads(part, self.target.layers[layer].kv_heads)
             for layer, part in zip(group.target_layers, parts, strict=True)
         }
+
+
+def sink_places(count: int, tokens: int) -> list[int]:
+    """Where ``count`` planted sinks stand among the ``tokens`` that a windowed layer holds.
+
+    In its older half, evenly: old enough for the newest queries, and not the next to leave.
+    """
+    return [tokens * (i + 1) // (2 * count + 2) for i in range(count)]
 
 
 def _heads(

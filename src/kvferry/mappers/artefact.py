@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from kvferry.errors import ArtefactError
 from kvferry.lm.model import LanguageModel
 from kvferry.lm.store import file_sha256, new_folder
 from kvferry.mappers.affine import AffineGroup, AffineMapper
+from kvferry.mappers.card import model_card
 from kvferry.mappers.inputs import SourceCode
 from kvferry.mappers.layout import COMPONENTS, FeatureBlock
 
@@ -29,7 +31,12 @@ WEIGHTS, MANIFEST, CONFIG, CARD = "mapper.safetensors", "manifest.json", "config
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """What a mapper must find again in a model before it may be used with it."""
+    """What a mapper must find again in a model before it may be used with it.
+
+    Args:
+        origin: where the model came from, for loading it again: the values of its `ModelSpec`
+            under "spec", with "dtype" and "seed"; empty where nobody said.
+    """
 
     name: str
     revision: str
@@ -37,9 +44,10 @@ class ModelIdentity:
     tokenizer: str
     architecture: str
     rope_parameters: str
+    origin: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: LanguageModel) -> ModelIdentity:
+    def of(cls, model: LanguageModel, origin: Mapping[str, Any] | None = None) -> ModelIdentity:
         """Read it off a loaded model."""
         return cls(
             name=model.name,
@@ -48,6 +56,7 @@ class ModelIdentity:
             tokenizer=model.tokenizer_hash,
             architecture=model.geometry.architecture,
             rope_parameters=model.geometry.rope_parameters,
+            origin=dict(origin or {}),
         )
 
 
@@ -70,6 +79,7 @@ class Manifest:
     calibration: dict[str, Any]
     weights_sha256: str = ""
     native_layers: int = 0
+    planted_sinks: int = 0
     groups: list[dict[str, Any]] = field(default_factory=list)
     git_commit: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -98,6 +108,7 @@ def save_mapper(folder: Path, mapper: AffineMapper, manifest: Manifest, config: 
             manifest,
             weights_sha256=file_sha256(temporary / WEIGHTS),
             native_layers=mapper.native_layers,
+            planted_sinks=mapper.planted_sinks,
             groups=[_group_record(group) for group in mapper.groups],
             versions={
                 "kvferry": kvferry.__version__,
@@ -108,7 +119,8 @@ def save_mapper(folder: Path, mapper: AffineMapper, manifest: Manifest, config: 
         )
         (temporary / MANIFEST).write_text(json.dumps(asdict(complete), indent=2))
         (temporary / CONFIG).write_text(config)
-        (temporary / CARD).write_text(_card(complete, mapper))
+        size = (temporary / WEIGHTS).stat().st_size
+        (temporary / CARD).write_text(model_card(complete, mapper.parameters, size))
         shutil.rmtree(folder, ignore_errors=True)
     return complete
 
@@ -149,20 +161,13 @@ def read_manifest(folder: Path) -> Manifest:
         ) from error
 
 
-def load_mapper(
-    folder: Path, source: LanguageModel, target: LanguageModel
-) -> tuple[AffineMapper, Manifest]:
-    """Weights and manifest, after every check has passed.
+def check_mapper(folder: Path) -> Manifest:
+    """The manifest of a mapper that is whole; which models it fits is not asked.
 
     Raises:
-        ArtefactError: damaged weights, or a mapper of another pair, revision or tokenizer.
+        ArtefactError: as `read_manifest`, or damaged weights.
     """
     manifest = read_manifest(folder)
-    for role, model, expected in (
-        ("source", source, manifest.source),
-        ("target", target, manifest.target),
-    ):
-        _require_same(role, ModelIdentity.of(model), expected)
     path = folder / WEIGHTS
     if not path.is_file() or file_sha256(path) != manifest.weights_sha256:
         raise ArtefactError(
@@ -171,8 +176,25 @@ def load_mapper(
             expected=f"sha256 {manifest.weights_sha256[:16]}…",
             fix="fit the mapper again, or copy its folder again from where it came",
         )
+    return manifest
+
+
+def load_mapper(
+    folder: Path, source: LanguageModel, target: LanguageModel
+) -> tuple[AffineMapper, Manifest]:
+    """Weights and manifest, after every check has passed.
+
+    Raises:
+        ArtefactError: damaged weights, or a mapper of another pair, revision or tokenizer.
+    """
+    manifest = check_mapper(folder)
+    for role, model, expected in (
+        ("source", source, manifest.source),
+        ("target", target, manifest.target),
+    ):
+        _require_same(role, ModelIdentity.of(model), expected)
     try:
-        tensors = load_file(path)
+        tensors = load_file(folder / WEIGHTS)
         mapper = _mapper(manifest, tensors, source, target)
     except (SafetensorError, KeyError, TypeError) as error:
         raise ArtefactError(
@@ -235,27 +257,11 @@ def _mapper(
     code = None
     if "code.keys" in tensors:
         code = SourceCode({c: tensors[f"code.{c}"].to(target.device) for c in COMPONENTS})
-    return AffineMapper(source.geometry, target.geometry, groups, code, manifest.native_layers)
-
-
-def _card(manifest: Manifest, mapper: AffineMapper) -> str:
-    fields = "\n".join(f"| {name} | {value} |" for name, value in manifest.fields.items())
-    return f"""---
-library_name: kvferry
-tags: [kv-cache, cache-transfer]
----
-# {manifest.source.name} to {manifest.target.name}: {manifest.method}
-
-Carries the KV cache of **{manifest.source.name}** over to **{manifest.target.name}**; both models
-stay as they are. Method: [{manifest.method}]({manifest.reference_url}).
-
-| | |
-|---|---|
-| parameters | {mapper.parameters / 1e6:.1f} M |
-| storage | {mapper.storage_bytes / 1e6:.0f} MB |
-| calibration | {json.dumps(manifest.calibration)} |
-{fields}
-
-What it maps is an approximation of the target's own cache. Read the numbers of the run that made
-it (`report.html` beside this folder) before relying on it.
-"""
+    return AffineMapper(
+        source.geometry,
+        target.geometry,
+        groups,
+        code,
+        native_layers=manifest.native_layers,
+        planted_sinks=manifest.planted_sinks,
+    )

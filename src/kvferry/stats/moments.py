@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from jaxtyping import Float, Float64, Int64
@@ -148,6 +148,39 @@ class Moments:
         self._weight = total
         self.rows += other.rows
         self._mirrored = False
+        return self
+
+    def reduce(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> Moments:
+        """Take in what every other rank has seen: all ranks call it, and all end with the same.
+
+        Sums are moved to the mean of all rows before they are added, so that, as in `merge`, a
+        large mean costs no accuracy. Nothing is copied: it takes no more memory than there is.
+
+        Args:
+            sum_over_ranks: adds a tensor up over all ranks, in place or not; a collective.
+        """
+        self._flush()
+        head = torch.tensor([self.rows, self._weight], dtype=torch.float64, device=self.device)
+        rows, total = sum_over_ranks(head).tolist()
+        if total == 0:
+            return self
+        mean = sum_over_ranks(self._mean * (self._weight / total))
+        shift = self._mean - mean
+        x, y = shift[: self.x_width], shift[self.x_width :]
+        self._xx = sum_over_ranks(self._xx.addr_(x, x, alpha=self._weight))
+        self._xy = sum_over_ranks(self._xy.addr_(x, y, alpha=self._weight))
+        for index, block in enumerate(self.y_blocks):
+            mine = self._yy[index].addr_(y[block], y[block], alpha=self._weight)
+            self._yy[index] = sum_over_ranks(mine)
+        self._mean, self._weight, self.rows = mean, total, int(rows)
+        self._mirrored = False
+        return self
+
+    def clear(self) -> Moments:
+        """Forget all rows; the memory stays."""
+        self.rows, self._weight, self._panel, self._mirrored = 0, 0.0, None, True
+        for sums in (self._mean, self._xx, self._xy, *self._yy):
+            sums.zero_()
         return self
 
     @property
