@@ -33,6 +33,7 @@ METHODS: dict[str, MapperMethod] = {
         anchor_context=1,
         neighbours=True,
         native_layers=1,
+        planted_sinks=1,
         key_rank=2,
         steps=2,
         directions=16,

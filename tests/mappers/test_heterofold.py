@@ -11,10 +11,16 @@ from kvferry.align.layers import relative_depth
 from kvferry.calibration.corpus import load_miniature
 from kvferry.calibration.replay import TextReplay
 from kvferry.lm.geometry import KVGeometry, LayerGeometry
-from kvferry.mappers.affine import AffineGroup, AffineMapper
+from kvferry.mappers.affine import AffineGroup, AffineMapper, sink_places
 from kvferry.mappers.anchors import AnchorReads
 from kvferry.mappers.base import Recolouring, Statistics, fit_affine, layer_reads
-from kvferry.mappers.behaviour import attention_error, query_rows, read_mapped
+from kvferry.mappers.behaviour import (
+    attention_error,
+    mapped_after_prefix,
+    planted_tokens,
+    query_rows,
+    read_mapped,
+)
 from kvferry.mappers.heterofold import HeteroFold
 from kvferry.mappers.layout import COMPONENTS, component_layout
 from kvferry.mappers.observation import ReplaySplit
@@ -153,6 +159,25 @@ def _divergence(mapper: AffineMapper, texts: list) -> torch.Tensor:  # type: ign
             ratio = torch.where(true > 0, true * (true / got.clamp(min=1e-30)).log(), 0.0)
             total[layer] += float(ratio.nan_to_num().sum(-1).mean())
     return total / len(texts)
+
+
+def test_planted_sinks_stand_where_the_hand_off_puts_them_and_are_not_fitted() -> None:
+    statistics = statistics_of("llama", "gemma3")
+    mapper = replace(ends(statistics)[0], planted_sinks=2)
+    seen = next(statistics.observe(1))
+    content, plain = (
+        mapped_after_prefix(m, seen) for m in (mapper, replace(mapper, planted_sinks=0))
+    )
+    windowed = [i for i, layer in enumerate(mapper.target.layers) if layer.window is not None]
+    assert windowed and len(windowed) < 6
+    for layer, shape in enumerate(mapper.target.layers):
+        changed = (content.keys[layer] != plain.keys[layer]).any(dim=-1).any(dim=1)[0].nonzero()
+        held = seen.target.tokens - (shape.window - 1) if shape.window else 0
+        wanted = [held + p for p in sink_places(2, shape.window - 1)] if shape.window else []
+        assert changed.flatten().tolist() == wanted == planted_tokens(mapper, layer, content.tokens)
+        for token in wanted:
+            own = seen.target.values[layer][:, :, 0]
+            assert torch.equal(content.values[layer][:, :, token], own)
 
 
 def test_rows_are_late_distinct_and_repeatable() -> None:

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from kvferry.lm.content import ContentKV
-from kvferry.mappers.affine import AffineMapper
+from kvferry.mappers.affine import AffineMapper, sink_places
 from kvferry.mappers.base import Statistics
 from kvferry.mappers.correction import (
     Blocks,
@@ -99,14 +99,24 @@ def read_mapped(
 
 
 def mapped_after_prefix(mapper: AffineMapper, seen: Observation) -> ContentKV:
-    """Mapped content of every token but the prefix, which stays native."""
+    """Mapped content of every token but the prefix, which stays native, and planted sinks."""
     out = mapper.map(seen.inputs, [0] * len(mapper.target.layers))
     for component in ("keys", "values"):
         native: dict[int, Tensor] = getattr(seen.target, component)
         mapped: dict[int, Tensor] = getattr(out, component)
         for layer in mapped_layers(mapper):
             mapped[layer][:, :, : seen.prefix] = native[layer][:, :, : seen.prefix]
+            planted = planted_tokens(mapper, layer, out.tokens)
+            mapped[layer][:, :, planted] = native[layer][:, :, :1]
     return out
+
+
+def planted_tokens(mapper: AffineMapper, layer: int, tokens: int) -> list[int]:
+    """Tokens of a windowed layer that give way to the prefix, were the context to end here."""
+    window = mapper.target.layers[layer].window
+    first = 0 if window is None else max(0, tokens - (window - 1))
+    places = sink_places(mapper.planted_sinks, tokens - first) if first else []
+    return [first + place for place in places]
 
 
 def mapped_layers(mapper: AffineMapper) -> range:
@@ -243,13 +253,14 @@ def _attention_samples(
         tables: dict[int, Tensor] = {}
         for layer, samples in found.items():
             ask = text.seen.queries[layer].at(text.rows)
+            code = coded[group_of(mapper, "keys", layer).blocks]
             cos, sin = (tables.setdefault(id(t), t.clone()) for t in (ask.cos, ask.sin))
             samples.append(
                 AttentionSample(
                     ask=replace(ask, queries=ask.queries.half(), cos=cos, sin=sin),
                     native=text.seen.target.keys[layer][0].half(),
                     mapped=text.content.keys[layer][0].half(),
-                    code=coded[group_of(mapper, "keys", layer).blocks],
+                    code=_without(code, planted_tokens(mapper, layer, len(code))),
                 )
             )
     return found
@@ -272,6 +283,7 @@ def _attended(
         for layer in mapped_layers(mapper):
             shape, ask = mapper.target.layers[layer], text.seen.queries[layer]
             z = coded[group_of(mapper, "values", layer).blocks]
+            z = _without(z, planted_tokens(mapper, layer, native.tokens))
             if layer not in found:
                 found[layer] = AttendedMoments(shape.kv_heads, z.shape[1], shape.head_dim)
             keys = text.content if attention == "translated" else native
@@ -282,6 +294,12 @@ def _attended(
             )
             found[layer].update(weights @ z, wanted - weights @ values)
     return found
+
+
+def _without(
+    code: Float[Tensor, "tokens width"], planted: list[int]
+) -> Float[Tensor, "tokens width"]:
+    return code.index_fill(0, torch.tensor(planted, device=code.device), 0) if planted else code
 
 
 def _by_head(flat: Float[Tensor, "width outputs"], heads: int) -> Float[Tensor, "heads width dim"]:

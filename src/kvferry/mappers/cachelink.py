@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -57,6 +57,7 @@ class CacheLink(MapperMethod):
         attention: "translated" fits values to the mapped keys' attention, "native" to the target's.
         passages, held_out, rows, seed: see :class:`Reading`.
         anchor_context, neighbours, native_layers: see :class:`AnchorReads`.
+        planted_sinks: see :class:`AffineMapper`.
     """
 
     source_layers: int | Literal["all"] = "all"
@@ -77,6 +78,7 @@ class CacheLink(MapperMethod):
     anchor_context: int = -1
     neighbours: bool = False
     native_layers: NativeLayers = 0
+    planted_sinks: int = 0
 
     pretty_name: ClassVar[str] = "CacheLink (ours)"
     reference_url: ClassVar[str] = "https://github.com/kvferry/kvferry"
@@ -87,6 +89,7 @@ class CacheLink(MapperMethod):
                 "source_layers must be all or at least 1": positive_or_all(self.source_layers),
                 **self._anchors.rules(),
                 **self._reading.rules(),
+                "planted_sinks must lie in 0..8": 0 <= self.planted_sinks <= 8,
                 "ridge must not be negative": self.ridge >= 0,
                 "metric_floor must lie in 0..1, 0 excluded": 0 < self.metric_floor <= 1,
                 "key_rank must not be negative": self.key_rank >= 0,
@@ -118,6 +121,7 @@ class CacheLink(MapperMethod):
             recolouring=Recolouring(),
             native_layers=anchors.native_depth(statistics.target),
         )
+        mapper = replace(mapper, planted_sinks=self.planted_sinks)
         if self.key_metric:
             texts = statistics.observe(self.passages)
             metrics = query_metrics(mapper, texts, self.rows, self.seed)

@@ -40,6 +40,7 @@ class HeteroFold(MapperMethod):
         directions: leading directions of the inputs that both corrections read.
         passages, held_out, rows, seed: see :class:`Reading`.
         anchor_context, neighbours, native_layers: see :class:`AnchorReads`; off as published.
+        planted_sinks: see :class:`AffineMapper`; off as published.
 
     Source: arXiv 2609.32259; it names the behavioural calibration, how it is done here is ours.
     """
@@ -62,6 +63,7 @@ class HeteroFold(MapperMethod):
     anchor_context: int = -1
     neighbours: bool = False
     native_layers: NativeLayers = 0
+    planted_sinks: int = 0
 
     pretty_name: ClassVar[str] = "HeteroFold"
     reference_url: ClassVar[str] = "https://arxiv.org/abs/2609.32259"
@@ -75,6 +77,7 @@ class HeteroFold(MapperMethod):
                 **strength_rules(
                     recolour_keys=self.recolour_keys, recolour_values=self.recolour_values
                 ),
+                "planted_sinks must lie in 0..8": 0 <= self.planted_sinks <= 8,
                 "ridge must not be negative": self.ridge >= 0,
                 "behavioural_keys_rank must not be negative": self.behavioural_keys_rank >= 0,
                 "steps and directions must be at least 1": min(self.steps, self.directions) >= 1,
@@ -110,6 +113,7 @@ class HeteroFold(MapperMethod):
             metric=self.recolour_metric,
             native_layers=anchors.native_depth(statistics.target),
             reading=self._reading,
+            planted_sinks=self.planted_sinks,
         )
         if self.behavioural_keys_rank:
             mapper = refit_keys(

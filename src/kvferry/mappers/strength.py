@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -44,6 +45,7 @@ def fit_recoloured(
     metric: Metric,
     native_layers: int,
     reading: Reading,
+    planted_sinks: int = 0,
 ) -> AffineMapper:
     """Ridge and recolouring, each layer at a given strength or at the one that serves it best.
 
@@ -52,16 +54,18 @@ def fit_recoloured(
         ridge: penalty as a share of the inputs' mean variance.
         keys, values: strength from 0 to 1; "auto" takes it from `GRID` on held-out texts.
         reading: how many of them, and how many queries each.
+        planted_sinks: of the mapper, see :class:`AffineMapper`.
     """
 
     def fit(recolouring: Recolouring) -> AffineMapper:
-        return fit_affine(
+        mapper = fit_affine(
             statistics,
             reads,
             relative_ridge=ridge,
             recolouring=recolouring,
             native_layers=native_layers,
         )
+        return replace(mapper, planted_sinks=planted_sinks)
 
     if keys != "auto" and values != "auto":
         return fit(Recolouring(keys, values, metric))
