@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -115,18 +115,24 @@ def test_the_same_settings_give_the_same_numbers(finished: RunConfig, tmp_path: 
         rows = read_rows(RunFolder.of(cfg).path / "rows.parquet")
         # Moments read back from disk lie elsewhere in memory, and BLAS rounds by address: the last
         # bit of a weight, and so the hash, may differ.
-        return {
-            replace(row, mapper_hash="").key: row.value for row in rows if row.task == "ladder"
-        }
+        return {replace(row, mapper_hash="").key: row.value for row in rows if row.task == "ladder"}
 
     first, second = numbers(finished), numbers(again)
     assert first.keys() == second.keys()
     assert first == pytest.approx(second, abs=1e-5, nan_ok=True)
 
 
-@pytest.mark.parametrize("mapper", ["full_head_ridge", "heterofold", "random"])
-def test_every_mapper_of_the_tree_runs(mapper: str, tmp_path: Path) -> None:
-    cfg = settings(tmp_path, "pair=llama8b_ministral14b", f"mapper={mapper}")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["mapper=full_head_ridge"],
+        ["mapper=heterofold", "mapper.recolour_keys=auto", "mapper.steps=10", "mapper.passages=4"],
+        ["mapper=cachelink", "mapper.key_rank=4", "mapper.steps=10", "mapper.passages=4"],
+        ["mapper=random"],
+    ],
+)
+def test_every_mapper_of_the_tree_runs(words: list[str], tmp_path: Path) -> None:
+    cfg = settings(tmp_path, "pair=llama8b_ministral14b", *words)
     assert execute(cfg) == 0
 
 

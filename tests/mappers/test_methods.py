@@ -85,7 +85,14 @@ def test_full_recolouring_gives_the_target_its_covariance_back(source: str, targ
     for component in COMPONENTS:
         moments, layout = statistics.moments[component], statistics.layouts[component]
         for metric in ("raw", "whitened"):
-            mapper = HeteroFold(window="all", ridge=1e-4, recolour_metric=metric).fit(statistics)
+            method = HeteroFold(
+                window="all",
+                ridge=1e-4,
+                recolour_metric=metric,
+                behavioural_keys_rank=0,
+                behavioural_values=False,
+            )
+            mapper = method.fit(statistics)
             shrunk = FullHeadRidge(ridge=1e-4).fit(statistics)
             for layer, wanted in enumerate(moments.c_yy):
                 got = _output_covariance(mapper, moments.c_xx, layout, component, layer)
@@ -127,7 +134,7 @@ def test_anchors_are_a_function_of_the_token_ids(source: str, target: str) -> No
 
 
 def test_windowed_layers_are_mapped_only_where_they_are_read() -> None:
-    mapper = HeteroFold(window="all").fit(statistics_of("llama", "gemma3"))
+    mapper = METHODS["heterofold_all"].fit(statistics_of("llama", "gemma3"))
     trace = traces_of("llama", "gemma3", 1)[0]
     first = [
         0 if layer.window is None else trace.target.tokens - (layer.window - 1)

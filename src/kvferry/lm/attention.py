@@ -93,6 +93,18 @@ class QueryTrace:
         turned[..., :rotary] *= length
         return turned[0]
 
+    def at(self, rows: Int64[Tensor, " rows"]) -> RowQueries:
+        """The queries at ``rows`` alone: all that need be kept of a text to ask them again."""
+        return RowQueries(
+            queries=self.queries[:, rows],
+            rows=rows,
+            cos=self.cos,
+            sin=self.sin,
+            scale=self.scale,
+            softcap=self.softcap,
+            window=self.window,
+        )
+
     def weights(
         self, rows: Int64[Tensor, " rows"], content: Float[Tensor, "kv_heads tokens dim"]
     ) -> Float[Tensor, "query_heads rows tokens"]:
@@ -100,14 +112,7 @@ class QueryTrace:
 
         Only the rows asked for are formed: memory is their number times the tokens.
         """
-        scores = self._scores(rows, content)
-        if self.softcap is not None:
-            scores = torch.tanh(scores / self.softcap) * self.softcap
-        behind = rows[:, None] - torch.arange(content.shape[1], device=rows.device)
-        hidden = behind < 0
-        if self.window is not None:
-            hidden = hidden | (behind >= self.window)
-        return scores.masked_fill(hidden, -torch.inf).softmax(dim=-1).flatten(0, 1)
+        return self.at(rows).scores(content).softmax(dim=-1)
 
     def score_slopes(
         self, rows: Int64[Tensor, " rows"], content: Float[Tensor, "kv_heads tokens dim"]
@@ -138,6 +143,41 @@ class QueryTrace:
         groups = weights.shape[0] // values.shape[0]
         grouped = weights.view(values.shape[0], groups, *weights.shape[1:])
         return torch.einsum("hgrt,htd->hgrd", grouped, values.float()).flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class RowQueries:
+    """Some queries of a text, and where they stand in it.
+
+    Args:
+        queries: rotated, ``[query_heads, rows, dim]``.
+        rows: the token of each.
+        cos, sin, scale, softcap, window: as in :class:`QueryTrace`.
+    """
+
+    queries: Float[Tensor, "query_heads rows dim"]
+    rows: Int64[Tensor, " rows"]
+    cos: Float[Tensor, "1 tokens rotary"]
+    sin: Float[Tensor, "1 tokens rotary"]
+    scale: float
+    softcap: float | None
+    window: int | None
+
+    def scores(
+        self, content: Float[Tensor, "kv_heads tokens dim"]
+    ) -> Float[Tensor, "query_heads rows tokens"]:
+        """What a softmax over tokens makes attention of; minus infinity where a key is hidden."""
+        keys = apply_rope(content[None], self.cos, self.sin)[0]
+        groups = self.queries.shape[0] // keys.shape[0]
+        queries = self.queries.float().view(keys.shape[0], groups, len(self.rows), -1)
+        scores = torch.einsum("hgrd,htd->hgrt", queries, keys) * self.scale
+        if self.softcap is not None:
+            scores = torch.tanh(scores / self.softcap) * self.softcap
+        behind = self.rows[:, None] - torch.arange(keys.shape[1], device=self.rows.device)
+        hidden = behind < 0
+        if self.window is not None:
+            hidden = hidden | (behind >= self.window)
+        return scores.masked_fill(hidden, -torch.inf).flatten(0, 1)
 
 
 @contextmanager

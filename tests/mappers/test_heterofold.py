@@ -1,0 +1,190 @@
+"""HeteroFold: parameters as published, strengths by attention outputs, behaviour brought back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvferry.align.layers import relative_depth
+from kvferry.calibration.corpus import load_miniature
+from kvferry.calibration.replay import TextReplay
+from kvferry.lm.geometry import KVGeometry, LayerGeometry
+from kvferry.mappers.affine import AffineGroup, AffineMapper, sink_places
+from kvferry.mappers.anchors import AnchorReads
+from kvferry.mappers.base import Recolouring, Statistics, fit_affine, layer_reads
+from kvferry.mappers.behaviour import (
+    attention_error,
+    mapped_after_prefix,
+    planted_tokens,
+    query_rows,
+    read_mapped,
+)
+from kvferry.mappers.heterofold import HeteroFold
+from kvferry.mappers.layout import COMPONENTS, component_layout
+from kvferry.mappers.observation import ReplaySplit
+from kvferry.mappers.strength import GRID, blend, choose_strengths
+from tests.pairs import TOKENS, reader_of, statistics_of
+
+PUBLISHED = {"Llama-3.1-8B": (32, 201.3), "Qwen3-4B": (36, 226.5), "Ministral-3-14B": (40, 251.7)}
+"""Depths of the published configurations, all with 8 KV heads of 128; millions of weights."""
+
+
+def geometry(depth: int, kv_heads: int = 8, head_dim: int = 128) -> KVGeometry:
+    layers = (LayerGeometry(kv_heads, head_dim),) * depth
+    return KVGeometry("planned", layers, 32, 4096, 128_256, 131_072, "{}")
+
+
+@pytest.mark.parametrize("target", PUBLISHED)
+@pytest.mark.parametrize("source", PUBLISHED)
+def test_parameters_are_as_published(source: str, target: str) -> None:
+    """2 L (3 x 1024) 1024 weights; without storage, on the meta device. Means come on top."""
+    depth, millions = PUBLISHED[target]
+    ours, theirs = geometry(PUBLISHED[source][0]), geometry(depth)
+    support = relative_depth(len(ours.layers), depth, HeteroFold().window)  # type: ignore[arg-type]
+    groups = []
+    for component in COMPONENTS:
+        layout = component_layout(
+            component, ours, theirs, code_width=0, anchor_context=-1, native_layers=0
+        )
+        blocks = layout.of_kind("source")
+        for layer, reads in enumerate(support.layers):
+            read = tuple(blocks[i] for i in reads)
+            wide, out = sum(b.width for b in read), theirs.layers[layer].width
+            empty = (torch.empty(size, device="meta") for size in ((wide, out), (wide,), (out,)))
+            groups.append(AffineGroup(component, (layer,), read, *empty))
+    mapper = AffineMapper(ours, theirs, tuple(groups))
+    weights = sum(group.weight.numel() for group in mapper.groups)
+    assert round(weights / 1e6, 1) == millions
+    assert mapper.parameters == weights + 2 * depth * (3 * 1024 + 1024)
+    wider = relative_depth(len(ours.layers), depth, 5)
+    assert sum(len(reads) for reads in wider.layers) * 1024 * 1024 * 2 > weights, "control"
+
+
+def with_texts(statistics: Statistics, source: str, target: str) -> Statistics:
+    """Texts to fit on, others to choose on, and a third kind to judge on."""
+    texts: dict[ReplaySplit, list[str]] = {
+        "calibration": [p.text for p in load_miniature(16, sentences=16, seed=0)],
+        "selection": [p.text for p in load_miniature(4, sentences=16, seed=5)],
+        "other_domain": [p.text for p in load_miniature(4, sentences=16, seed=77)],
+    }
+    replay = TextReplay(reader_of(source, target), texts, TOKENS, statistics.code)
+    return replace(statistics, replay=replay)
+
+
+def ends(statistics: Statistics) -> tuple[AffineMapper, AffineMapper]:
+    depth, target_depth = len(statistics.source.layers), len(statistics.target.layers)
+    support = relative_depth(depth, target_depth, 3)
+    reads = {c: layer_reads(statistics, c, support, AnchorReads()) for c in COMPONENTS}
+    plain, full = (
+        fit_affine(statistics, reads, relative_ridge=1e-3, recolouring=Recolouring(s, s))
+        for s in (0.0, 1.0)
+    )
+    return plain, full
+
+
+def test_strengths_are_the_best_of_the_grid() -> None:
+    """Against every blend, folded and mapped on its own; and they differ between layers."""
+    statistics = with_texts(statistics_of("llama", "gemma3"), "llama", "gemma3")
+    plain, full = ends(statistics)
+    held = list(statistics.observe(2, "selection"))
+    chosen = choose_strengths(plain, full, held, keys=GRID, values=(0.0, 0.5), rows=16)
+    score: dict[tuple[float, float], list[float]] = {}
+    for strength in GRID:
+        for value in (0.0, 0.5):
+            every = dict.fromkeys(range(6), strength), dict.fromkeys(range(6), value)
+            mapper = blend(plain, full, dict(zip(COMPONENTS, every, strict=True)))
+            score[strength, value] = _cosines(mapper, held)
+    for layer in range(6):
+        best = max(score, key=lambda pair: score[pair][layer])
+        mine = chosen["keys"][layer], chosen["values"][layer]
+        assert score[mine][layer] == pytest.approx(score[best][layer], abs=1e-4)
+    assert len(set(chosen["keys"].values())) > 1 or set(chosen["keys"].values()) == {0.0}
+
+
+def _cosines(mapper: AffineMapper, texts: list) -> list[float]:  # type: ignore[type-arg]
+    total = torch.zeros(len(mapper.target.layers))
+    for text in read_mapped(mapper, texts, 16, 0):
+        native = text.seen.target
+        for layer in range(len(total)):
+            ask = text.seen.queries[layer]
+            true = ask.attend(text.rows, native.keys[layer][0], native.values[layer][0])
+            mapped = text.content.keys[layer][0], text.content.values[layer][0]
+            total[layer] += float(
+                torch.cosine_similarity(ask.attend(text.rows, *mapped), true, dim=-1).mean()
+            )
+    return total.tolist()
+
+
+def test_a_blend_of_zero_and_one_are_its_ends() -> None:
+    statistics = statistics_of("llama", "gemma3")
+    plain, full = ends(statistics)
+    for strength, wanted in ((0.0, plain), (1.0, full)):
+        every = dict.fromkeys(range(6), strength)
+        mapper = blend(plain, full, {"keys": every, "values": every})
+        for mine, theirs in zip(mapper.groups, wanted.groups, strict=True):
+            torch.testing.assert_close(mine.weight, theirs.weight)
+
+
+@pytest.mark.parametrize(("source", "target"), [("llama", "gemma3"), ("llama3", "ministral3")])
+def test_calibration_brings_behaviour_back(source: str, target: str) -> None:
+    """Never above its start on the texts that choose, and below it on texts that nobody saw."""
+    statistics = with_texts(statistics_of(source, target), source, target)
+    plain = HeteroFold(behavioural_keys_rank=0, behavioural_values=False)
+    fitted = replace(plain, behavioural_keys_rank=4, steps=80, learning_rate=1e-2, directions=24)
+    fitted = replace(fitted, behavioural_values=True, passages=16, held_out=4, rows=32)
+    keys = replace(fitted, behavioural_values=False)
+    before, after = plain.fit(statistics), fitted.fit(statistics)
+    only_keys = keys.fit(statistics)
+    for mine, theirs in zip(after.groups, only_keys.groups, strict=True):
+        same = torch.equal(mine.weight, theirs.weight)
+        assert same == (mine.component == "keys"), "values move after keys, and move nothing else"
+    choosing = list(statistics.observe(4, "selection"))
+    start = _divergence(before, choosing)
+    assert bool((_divergence(only_keys, choosing) <= start + 1e-3).all())
+    unseen = list(statistics.observe(4, "other_domain"))
+    assert _divergence(only_keys, unseen).mean() < _divergence(before, unseen).mean()
+    assert attention_error(after, unseen, 32).mean() < attention_error(before, unseen, 32).mean()
+
+
+def _divergence(mapper: AffineMapper, texts: list) -> torch.Tensor:  # type: ignore[type-arg]
+    """KL of native and mapped attention, by layer."""
+    total = torch.zeros(len(mapper.target.layers))
+    for text in read_mapped(mapper, texts, 32, 0):
+        for layer in range(len(total)):
+            ask = text.seen.queries[layer].at(text.rows)
+            true = ask.scores(text.seen.target.keys[layer][0]).softmax(-1)
+            got = ask.scores(text.content.keys[layer][0]).softmax(-1)
+            ratio = torch.where(true > 0, true * (true / got.clamp(min=1e-30)).log(), 0.0)
+            total[layer] += float(ratio.nan_to_num().sum(-1).mean())
+    return total / len(texts)
+
+
+def test_planted_sinks_stand_where_the_hand_off_puts_them_and_are_not_fitted() -> None:
+    statistics = statistics_of("llama", "gemma3")
+    mapper = replace(ends(statistics)[0], planted_sinks=2)
+    seen = next(statistics.observe(1))
+    content, plain = (
+        mapped_after_prefix(m, seen) for m in (mapper, replace(mapper, planted_sinks=0))
+    )
+    windowed = [i for i, layer in enumerate(mapper.target.layers) if layer.window is not None]
+    assert windowed and len(windowed) < 6
+    for layer, shape in enumerate(mapper.target.layers):
+        changed = (content.keys[layer] != plain.keys[layer]).any(dim=-1).any(dim=1)[0].nonzero()
+        held = seen.target.tokens - (shape.window - 1) if shape.window else 0
+        wanted = [held + p for p in sink_places(2, shape.window - 1)] if shape.window else []
+        assert changed.flatten().tolist() == wanted == planted_tokens(mapper, layer, content.tokens)
+        for token in wanted:
+            own = seen.target.values[layer][:, :, 0]
+            assert torch.equal(content.values[layer][:, :, token], own)
+
+
+def test_rows_are_late_distinct_and_repeatable() -> None:
+    statistics = statistics_of("llama", "gemma3")
+    texts = list(statistics.observe(2))
+    first, again = (list(query_rows(texts, 8, 3)) for _ in range(2))
+    for (seen, rows), (_, same) in zip(first, again, strict=True):
+        assert torch.equal(rows, same) and len(set(rows.tolist())) == 8
+        assert int(rows.min()) > seen.prefix and int(rows.max()) < seen.target.tokens
+    assert not torch.equal(first[0][1], first[1][1])
