@@ -29,18 +29,28 @@ class TextReplay:
     code: SourceCode | None
     each: Callable[[], None] = lambda: None
 
-    def __call__(self, passages: int, split: ReplaySplit = "calibration") -> Iterator[Observation]:
+    def __call__(
+        self, passages: int, split: ReplaySplit = "calibration", *, copies: bool = False
+    ) -> Iterator[Observation]:
         """See :class:`kvferry.mappers.observation.Replay`."""
         texts = self.texts.get(split) or self.texts["calibration"]
         step = max(len(texts) // max(passages, 1), 1)
         for text in texts[::step][:passages]:
             pair = self.reader.tokenize(text, self.passage_tokens)
+            if copies:
+                pair = self.reader.tokenize(with_copy(pair.text), self.passage_tokens)
             yield observe(self.reader, pair, self.code)
             self.each()
 
     def count(self, split: ReplaySplit) -> int:
         """See :class:`kvferry.mappers.observation.Replay`."""
         return len(self.texts.get(split, ()))
+
+
+def with_copy(text: str) -> str:
+    """About as long as ``text``: its first two thirds, then an early stretch of them once more."""
+    kept, start, stop = (len(text) * share // 12 for share in (8, 1, 5))
+    return f"{text[:kept]} {text[start:stop]}"
 
 
 @torch.inference_mode()

@@ -44,7 +44,9 @@ class Statistics:
     code: SourceCode | None
     replay: Replay | None = None
 
-    def observe(self, passages: int, split: ReplaySplit = "calibration") -> Iterator[Observation]:
+    def observe(
+        self, passages: int, split: ReplaySplit = "calibration", *, copies: bool = False
+    ) -> Iterator[Observation]:
         """Observations for a method that weighs attention.
 
         Raises:
@@ -55,7 +57,7 @@ class Statistics:
                 "This method looks at attention, and the calibration text is not at hand.",
                 fix="fit it through a run, or give Statistics a replay",
             )
-        return self.replay(passages, split)
+        return self.replay(passages, split, copies=copies)
 
     def held_out(self, *wanted: ReplaySplit) -> ReplaySplit:
         """The first of the ``wanted`` splits that has texts of its own.

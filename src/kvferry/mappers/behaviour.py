@@ -46,12 +46,22 @@ class Reading:
         held_out: texts of the selection split that decide whether a fit is kept.
         rows: queries of each text and layer, drawn at random.
         seed: of the draw.
+        copies: repeat an early stretch at the end of each text, so that recall is fitted as well.
     """
 
     passages: int = 32
     held_out: int = 8
     rows: int = 64
     seed: int = 0
+    copies: bool = False
+
+    def fitted(self, statistics: Statistics) -> Iterator[Observation]:
+        """Texts to fit on."""
+        return statistics.observe(self.passages, copies=self.copies)
+
+    def judging(self, statistics: Statistics) -> Iterator[Observation]:
+        """Texts that decide whether a fit is kept."""
+        return statistics.observe(self.held_out, "selection", copies=self.copies)
 
     def rules(self) -> dict[str, bool]:
         """What settings must be, and whether they are."""
@@ -61,6 +71,62 @@ class Reading:
             )
             >= 1
         }
+
+
+@dataclass(frozen=True)
+class BehaviouralCalibration:
+    """Keys, then values under those keys, corrected until the target behaves as natively.
+
+    Args:
+        keys_rank: of the correction that brings attention back; 0 leaves keys alone.
+        steps, learning_rate: of that correction, see :func:`refit_keys`.
+        values: correct values so that attention outputs come out right.
+        pointwise: weight of the values themselves in that, see :func:`refit_values`.
+        directions: leading directions of the inputs that both corrections read.
+        reading: the texts.
+    """
+
+    keys_rank: int
+    steps: int
+    learning_rate: float
+    values: bool
+    pointwise: Pointwise
+    directions: int
+    reading: Reading
+
+    def rules(self) -> dict[str, bool]:
+        """What settings must be, and whether they are."""
+        return {
+            **self.reading.rules(),
+            "behavioural_keys_rank must not be negative": self.keys_rank >= 0,
+            "steps and directions must be at least 1": min(self.steps, self.directions) >= 1,
+            "learning_rate must be positive": self.learning_rate > 0,
+            "pointwise must be auto or not negative": self.pointwise == "auto"
+            or self.pointwise >= 0,
+        }
+
+    def apply(self, statistics: Statistics, mapper: AffineMapper, ridge: float) -> AffineMapper:
+        """``mapper`` corrected; ``ridge`` is the penalty it was fitted with."""
+        if self.keys_rank:
+            mapper = refit_keys(
+                statistics,
+                mapper,
+                self.reading,
+                directions=self.directions,
+                rank=self.keys_rank,
+                steps=self.steps,
+                learning_rate=self.learning_rate,
+            )
+        if self.values:
+            mapper = refit_values(
+                statistics,
+                mapper,
+                self.reading,
+                rank=self.directions,
+                pointwise=self.pointwise,
+                ridge=ridge,
+            )
+        return mapper
 
 
 @dataclass(frozen=True)
@@ -170,9 +236,9 @@ def refit_values(
     """
     weights = POINTWISE if pointwise == "auto" else (pointwise,)
     codes = input_codes(statistics, mapper, "values", rank, reading.seed)
-    texts = statistics.observe(reading.passages)
+    texts = reading.fitted(statistics)
     fitted = _attended(mapper, texts, codes, reading, attention)
-    texts = statistics.observe(reading.held_out, "selection")
+    texts = reading.judging(statistics)
     held = _attended(mapper, texts, codes, reading, attention)
     corrections = {}
     for code in codes.values():
@@ -217,9 +283,9 @@ def refit_keys(
         learning_rate: see :func:`fit_attention`.
     """
     codes = input_codes(statistics, mapper, "keys", directions, reading.seed)
-    texts = statistics.observe(reading.passages)
+    texts = reading.fitted(statistics)
     fitted = _attention_samples(mapper, texts, codes, reading)
-    texts = statistics.observe(reading.held_out, "selection")
+    texts = reading.judging(statistics)
     held = _attention_samples(mapper, texts, codes, reading)
     corrections = {}
     for layer in mapped_layers(mapper):

@@ -13,7 +13,7 @@ from kvferry.mappers.base import (
     layer_reads,
     require,
 )
-from kvferry.mappers.behaviour import Pointwise, Reading, refit_keys, refit_values
+from kvferry.mappers.behaviour import BehaviouralCalibration, Pointwise, Reading
 from kvferry.mappers.layout import COMPONENTS
 from kvferry.mappers.selection import LayerCount, LayerSelector, Selector
 from kvferry.mappers.strength import Strength, fit_recoloured, strength_rules
@@ -75,17 +75,12 @@ class HeteroFold(MapperMethod):
             {
                 **self._selector.rules("window"),
                 **self._anchors.rules(),
-                **self._reading.rules(),
+                **self._behaviour.rules(),
                 **strength_rules(
                     recolour_keys=self.recolour_keys, recolour_values=self.recolour_values
                 ),
                 "planted_sinks must lie in 0..8": 0 <= self.planted_sinks <= 8,
                 "ridge must be auto or at least 0": self.ridge == "auto" or self.ridge >= 0,
-                "behavioural_keys_rank must not be negative": self.behavioural_keys_rank >= 0,
-                "steps and directions must be at least 1": min(self.steps, self.directions) >= 1,
-                "learning_rate must be positive": self.learning_rate > 0,
-                "pointwise must be auto or not negative": self.pointwise == "auto"
-                or self.pointwise >= 0,
             }
         )
 
@@ -101,12 +96,24 @@ class HeteroFold(MapperMethod):
     def _reading(self) -> Reading:
         return Reading(self.passages, self.held_out, self.rows, self.seed)
 
+    @property
+    def _behaviour(self) -> BehaviouralCalibration:
+        return BehaviouralCalibration(
+            keys_rank=self.behavioural_keys_rank,
+            steps=self.steps,
+            learning_rate=self.learning_rate,
+            values=self.behavioural_values,
+            pointwise=self.pointwise,
+            directions=self.directions,
+            reading=self._reading,
+        )
+
     def fit(self, statistics: Statistics) -> AffineMapper:
         """Layers of the same relative depth, ridge, recolouring; then keys, then values."""
         if self.ridge == "auto":
             plain = replace(self, behavioural_keys_rank=0, behavioural_values=False)
             mapper = fit_chosen(plain, statistics)
-            return self._calibrated(statistics, mapper, mapper.report["chosen_ridge"])
+            return self._behaviour.apply(statistics, mapper, mapper.report["chosen_ridge"])
         support = self._selector.support(statistics)
         anchors = self._anchors
         mapper = fit_recoloured(
@@ -120,28 +127,4 @@ class HeteroFold(MapperMethod):
             reading=self._reading,
             planted_sinks=self.planted_sinks,
         )
-        return self._calibrated(statistics, mapper, self.ridge)
-
-    def _calibrated(
-        self, statistics: Statistics, mapper: AffineMapper, ridge: float
-    ) -> AffineMapper:
-        if self.behavioural_keys_rank:
-            mapper = refit_keys(
-                statistics,
-                mapper,
-                self._reading,
-                directions=self.directions,
-                rank=self.behavioural_keys_rank,
-                steps=self.steps,
-                learning_rate=self.learning_rate,
-            )
-        if self.behavioural_values:
-            mapper = refit_values(
-                statistics,
-                mapper,
-                self._reading,
-                rank=self.directions,
-                pointwise=self.pointwise,
-                ridge=ridge,
-            )
-        return mapper
+        return self._behaviour.apply(statistics, mapper, self.ridge)

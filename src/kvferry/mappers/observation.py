@@ -91,12 +91,16 @@ def surrogate_sinks(content: ContentKV) -> Bool[Tensor, " tokens"]:
 class Replay(Protocol):
     """Reads calibration texts again; each pass runs both models."""
 
-    def __call__(self, passages: int, split: ReplaySplit = "calibration") -> Iterator[Observation]:
+    def __call__(
+        self, passages: int, split: ReplaySplit = "calibration", *, copies: bool = False
+    ) -> Iterator[Observation]:
         """Observations of up to ``passages`` texts, spread evenly over those of ``split``.
 
         Args:
             split: "calibration": texts of the moments. "selection": of the same domain, unseen by
                 moments and evaluation, to choose settings on. "other_domain": likewise, of another.
+            copies: repeat an early stretch at the end of each text, so that there is something to
+                recall.
         """
         ...
 

@@ -65,15 +65,16 @@ def format_interval(metric: str, cell: Cell) -> str:
 
 
 def _narrow_interval(metric: str, cell: Cell) -> str:
-    # Five columns with intervals must fit a terminal of 100: three digits, no leading zero.
+    # Six columns with intervals must fit a terminal of 80: three digits, no leading zero.
     def narrow(value: float) -> str:
-        return f"{value:.2f}" if abs(value) >= 1 else f"{value:.3f}".replace("0.", ".", 1)
+        digits = 3 if 0 <= value < 1 else 2
+        return f"{value:.{digits}f}".replace("0.", ".", 1) if abs(value) < 1 else f"{value:.2f}"
 
     if not format_interval(metric, cell):
         return ""
     if METRICS[metric].unit not in ("fraction", "cosine", "nats/token"):
         return f"{format_value(metric, cell.low)} to {format_value(metric, cell.high)}"
-    return f"{narrow(cell.low)} to {narrow(cell.high)}"
+    return f"{narrow(cell.low)}–{narrow(cell.high)}"
 
 
 def head(metric: str) -> str:
@@ -118,14 +119,14 @@ def _quality_table(block: Block) -> Table:
         title=block_title(block),
         title_justify="left",
         box=box.SIMPLE_HEAD,
-        padding=(0, 1),
+        padding=(0, 1, 0, 0),
         caption="below each value its 95 % bootstrap interval; best mapped value in bold",
         caption_justify="left",
     )
     several_n = "-" in block.n
-    table.add_column("condition", overflow="fold")
+    table.add_column("condition", min_width=10, max_width=18)
     for metric in block.metrics:
-        table.add_column(head(metric).replace(" ", "\n", 1), justify="right", no_wrap=True)
+        table.add_column(head(metric).replace(" ", "\n", 1), justify="right", overflow="fold")
     if several_n:
         table.add_column("n", justify="right")
     best = {metric: block.best(metric) for metric in block.metrics}
