@@ -26,7 +26,7 @@ def test_tables_fit_a_hundred_columns_uncut(which: str, request: pytest.FixtureR
     text = printed(request.getfixturevalue(which))
     assert max(len(line) for line in text.splitlines()) <= 100
     assert "…" not in text
-    for wanted in ("8,192", "33.3x", "46.7 s", ".582–.642", "zero context", "n = 48"):
+    for wanted in ("8,192", "33.3x", "46.7 s", ".582\N{EN DASH}.642", "zero context", "n = 48"):
         assert wanted in text
 
 

@@ -74,7 +74,7 @@ def _narrow_interval(metric: str, cell: Cell) -> str:
         return ""
     if METRICS[metric].unit not in ("fraction", "cosine", "nats/token"):
         return f"{format_value(metric, cell.low)} to {format_value(metric, cell.high)}"
-    return f"{narrow(cell.low)}–{narrow(cell.high)}"
+    return f"{narrow(cell.low)}\N{EN DASH}{narrow(cell.high)}"
 
 
 def head(metric: str) -> str:
