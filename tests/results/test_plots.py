@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 import matplotlib
 import numpy as np
@@ -98,3 +99,17 @@ def test_every_layer_is_drawn_with_its_value(rows_of: Maker) -> None:
     grids = [axes.images[0].get_array() for axes in figure.axes]
     assert [grid.shape for grid in grids if grid is not None] == [(1, 30)] * 3
     assert all(len(axes.texts) == 30 for axes in figure.axes)
+
+
+def test_rounding_of_native_does_not_stretch_the_axis(rows: list[ResultRow]) -> None:
+    """A native cache put back has a KL of 1e-8, not zero."""
+    rounded = [
+        replace(row, value=1e-8, ci_low=0.0, ci_high=2e-8)
+        if (row.condition, row.metric) == ("native", "kl")
+        else row
+        for row in rows
+    ]
+    for draw in (tradeoff_figure, retention_figure):
+        figure = draw(rounded)
+        assert figure is not None
+        assert figure.axes[0].get_xlim()[0] > 1e-3

@@ -33,6 +33,7 @@ from kvferry.results.views import (
     quality_blocks,
 )
 
+LEAST_KL = 1e-5
 RETENTION_METRICS = ("kl", "nll_retention", "top1_agreement", "recall_kept")
 # A random cache retains -9: drawn to scale it would press everything of interest together.
 FLOOR = -0.6
@@ -63,7 +64,8 @@ def retention_figure(
     labels: dict[str, None] = {}
     for block in blocks:
         for line in block.lines:
-            if not several or line.is_mapped or line.condition in ("zero", "identity"):
+            shown = any(metric in line.cells for metric in metrics)
+            if shown and (not several or line.is_mapped or line.condition in ("zero", "identity")):
                 labels.setdefault(block.label(line))
     names = [name for name in labels if name != "native"]
     height = 1.5 + max(3, len(names)) * (0.2 + 0.1 * len(blocks))
@@ -104,7 +106,7 @@ def _retention_panel(
             if name not in names or cell is None or math.isnan(cell.value):
                 continue
             y = names.index(name) + offset
-            if logarithmic and cell.value <= 0:
+            if logarithmic and cell.value <= LEAST_KL:
                 continue
             if not logarithmic and not FLOOR < cell.value < CEILING:
                 _beyond(axes, cell.value, y, color, index)
@@ -346,7 +348,8 @@ def _tradeoff_points(block: Block, theme: Theme) -> list[tuple[Line, float, floa
     points = []
     for line in block.lines:
         kl, recall = line.cells.get("kl"), line.cells.get("recall_kept")
-        if kl is None or recall is None or not kl.value > 0 or math.isnan(recall.value):
+        # Rounding alone gives native caches a KL of 1e-8, which would stretch the axis to nothing.
+        if kl is None or recall is None or not kl.value > LEAST_KL or math.isnan(recall.value):
             continue
         several = len(block.mappers) > 1
         if several and not (line.is_mapped or line.condition in ("zero", "identity")):
