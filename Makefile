@@ -22,7 +22,7 @@ demo: $(STAMP)
 	$(BIN)/python run.py $(ARGS)
 	@echo
 	@echo "Try next:"
-	@echo "  make demo ARGS=mapper=heterofold          another method, from cached traces"
+	@echo "  make demo ARGS=mapper=full_head_ridge     another method, from cached traces"
 	@echo "  make demo ARGS=pair=gemma3_smollm2        the way back"
 	@echo "  $(BIN)/kvferry ask --document FILE \"...\"   ask about a text of yours"
 	@echo "  $(BIN)/kvferry doctor                     what this machine can run"

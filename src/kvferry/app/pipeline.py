@@ -74,9 +74,9 @@ def fit(cfg: RunConfig, folder: Path, log: RunLogger) -> None:
     statistics = _statistics(cfg, folder, reader, method, texts)
     _bound_cache(cfg, folder)
     replay = TextReplay(
-        reader, corpora.replayed(cfg.eval), cfg.data.passage_tokens, statistics.code
+        reader, corpora.replayed(cfg.eval), cfg.data.passage_tokens, statistics.code, progress
     )
-    statistics = replace(statistics, replay=replay)
+    statistics = replace(statistics, replay=replay, watch=progress)
     collected = time.perf_counter()
     mapper = method.fit(statistics)
     fitted = time.perf_counter()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from kvferry.calibration.reader import PairReader, PairTrace, TokenPair
 from kvferry.lm.attention import QueryTrace, record_attention
 from kvferry.mappers.inputs import SourceCode
-from kvferry.mappers.observation import Observation, ReplaySplit
+from kvferry.mappers.observation import Observation, ReplaySplit, Watch, unwatched
 
 
 @dataclass(frozen=True)
@@ -20,27 +20,29 @@ class TextReplay:
     Args:
         texts: by split; selection falls back to the calibration texts where there are no others.
         passage_tokens: source tokens that each text is cut to.
-        each: told when a text has been read, for a progress bar.
+        watch: shows how many texts have been read.
     """
 
     reader: PairReader
     texts: Mapping[ReplaySplit, Sequence[str]]
     passage_tokens: int
     code: SourceCode | None
-    each: Callable[[], None] = lambda: None
+    watch: Watch = unwatched
 
     def __call__(
         self, passages: int, split: ReplaySplit = "calibration", *, copies: bool = False
     ) -> Iterator[Observation]:
         """See :class:`kvferry.mappers.observation.Replay`."""
         texts = self.texts.get(split) or self.texts["calibration"]
-        step = max(len(texts) // max(passages, 1), 1)
-        for text in texts[::step][:passages]:
-            pair = self.reader.tokenize(text, self.passage_tokens)
-            if copies:
-                pair = self.reader.tokenize(with_copy(pair.text), self.passage_tokens)
-            yield observe(self.reader, pair, self.code)
-            self.each()
+        stride = max(len(texts) // max(passages, 1), 1)
+        chosen = texts[::stride][:passages]
+        with self.watch(f"read {split.replace('_', ' ')} text again", len(chosen)) as step:
+            for text in chosen:
+                pair = self.reader.tokenize(text, self.passage_tokens)
+                if copies:
+                    pair = self.reader.tokenize(with_copy(pair.text), self.passage_tokens)
+                yield observe(self.reader, pair, self.code)
+                step()
 
     def count(self, split: ReplaySplit) -> int:
         """See :class:`kvferry.mappers.observation.Replay`."""

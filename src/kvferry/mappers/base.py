@@ -18,7 +18,7 @@ from kvferry.mappers.affine import AffineGroup, AffineMapper
 from kvferry.mappers.anchors import AnchorReads
 from kvferry.mappers.inputs import SourceCode
 from kvferry.mappers.layout import Component, FeatureBlock, FeatureLayout
-from kvferry.mappers.observation import Observation, Replay, ReplaySplit
+from kvferry.mappers.observation import Observation, Replay, ReplaySplit, Watch, unwatched
 from kvferry.stats.moments import Moments
 from kvferry.stats.recolour import Metric, recolour
 from kvferry.stats.ridge import RidgeFactor
@@ -35,6 +35,7 @@ class Statistics:
         moments: by component.
         code: the source code that "code" columns were made with.
         replay: reads calibration texts again, with the target's queries; None where there is none.
+        watch: shows how far long fits are.
     """
 
     source: KVGeometry
@@ -43,6 +44,7 @@ class Statistics:
     moments: dict[Component, Moments]
     code: SourceCode | None
     replay: Replay | None = None
+    watch: Watch = unwatched
 
     def observe(
         self, passages: int, split: ReplaySplit = "calibration", *, copies: bool = False

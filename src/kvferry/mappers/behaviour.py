@@ -288,17 +288,20 @@ def refit_keys(
     texts = reading.judging(statistics)
     held = _attention_samples(mapper, texts, codes, reading)
     corrections = {}
-    for layer in mapped_layers(mapper):
-        change, before, after = fit_attention(
-            fitted.pop(layer),
-            held.pop(layer),
-            rank=rank,
-            steps=steps,
-            learning_rate=learning_rate,
-            seed=reading.seed,
-        )
-        log.debug("layer %d: attention KL %.4f to %.4f", layer, before, after)
-        corrections[layer] = change
+    layers = mapped_layers(mapper)
+    with statistics.watch("fit keys to attention", len(layers)) as step:
+        for layer in layers:
+            change, before, after = fit_attention(
+                fitted.pop(layer),
+                held.pop(layer),
+                rank=rank,
+                steps=steps,
+                learning_rate=learning_rate,
+                seed=reading.seed,
+            )
+            log.debug("layer %d: attention KL %.4f to %.4f", layer, before, after)
+            corrections[layer] = change
+            step()
     return corrected(mapper, "keys", codes, corrections)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -13,6 +14,9 @@ from torch import Tensor
 from kvferry.lm.attention import QueryTrace
 from kvferry.lm.content import ContentKV
 from kvferry.mappers.inputs import MapperInputs
+
+Watch = Callable[[str, int], AbstractContextManager[Callable[[], None]]]
+"""A label and how many steps there will be -> what to call after each: a progress bar."""
 
 ReplaySplit = Literal["calibration", "selection", "other_domain"]
 SINK_COSINE = 0.5
@@ -86,6 +90,11 @@ def surrogate_sinks(content: ContentKV) -> Bool[Tensor, " tokens"]:
     flat = torch.stack([x.transpose(0, 1).flatten(1) for x in deep])
     cosine = torch.nn.functional.cosine_similarity(flat, flat[:, :1], dim=-1)
     return cosine.mean(dim=0) > SINK_COSINE
+
+
+def unwatched(label: str, total: int) -> AbstractContextManager[Callable[[], None]]:
+    """Nobody looks."""
+    return nullcontext(lambda: None)
 
 
 class Replay(Protocol):
