@@ -28,7 +28,9 @@ SMALL = ["data.calibration_passages=8", "data.held_out_passages=4", "data.passag
 
 
 def settings(outputs: Path, *words: str) -> RunConfig:
-    return compose(["experiment=smoke", *SMALL, f"outputs={outputs}", *words])
+    # A fixture of module scope runs before the cache is made private: name one.
+    places = [f"outputs={outputs}", f"cache={outputs.parent / 'kvferry-cache'}"]
+    return compose(["experiment=smoke", *SMALL, *places, *words])
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvferry.calibration.replay import TextReplay, observe
+from kvferry.calibration.replay import TextReplay, observe, with_copy
 from kvferry.lm.attention import record_attention
 from tests.matrix import PAIRS
 from tests.pairs import TOKENS, reader_of, traces_of
@@ -45,12 +45,24 @@ def test_content_queries_meet_position_free_keys(target: str) -> None:
         torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 
-def test_passages_are_spread_and_selection_falls_back() -> None:
+def test_passages_are_spread_and_no_split_lends_to_another() -> None:
     reader = reader_of("llama", "gemma3")
     texts = [trace.tokens.text for trace in traces_of("llama", "gemma3", 6)]
     replay = TextReplay(reader, {"calibration": texts, "other_domain": texts[:1]}, TOKENS, None)
     assert len(list(replay(3))) == 3
-    assert len(list(replay(2, "selection"))) == 2
+    assert list(replay(2, "selection")) == []
     assert len(list(replay(2, "other_domain"))) == 1
     first, second = replay(2)
     assert not torch.equal(first.target.keys[1][:, :, :20], second.target.keys[1][:, :, :20])
+
+
+def test_a_copy_repeats_an_early_stretch() -> None:
+    text = "".join(chr(ord("a") + i % 26) for i in range(120))
+    assert with_copy(text) == f"{text[:80]} {text[10:50]}"
+    reader = reader_of("llama", "gemma3")
+    texts = [trace.tokens.text for trace in traces_of("llama", "gemma3", 2)]
+    replay = TextReplay(reader, {"calibration": texts}, TOKENS, None)
+    plain, copied = list(replay(1)), list(replay(1, copies=True))
+    assert plain[0].target.tokens != copied[0].target.tokens or not torch.equal(
+        plain[0].target.keys[1], copied[0].target.keys[1]
+    )

@@ -46,10 +46,10 @@ def test_the_prefix_stands_in_windowed_layers_and_nothing_else_changes() -> None
     assert windowed, "the miniature's window is shorter than its context"
 
 
-def test_places_are_in_the_older_half_and_apart() -> None:
+def test_places_are_evenly_apart() -> None:
     assert sink_places(0, 511) == []
-    assert sink_places(1, 511) == [127]
-    assert sink_places(3, 400) == [50, 100, 150]
+    assert sink_places(1, 511) == [255]
+    assert sink_places(3, 400) == [100, 200, 300]
 
 
 def test_a_native_windowed_layer_is_left_alone() -> None:

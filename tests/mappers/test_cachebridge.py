@@ -235,7 +235,7 @@ def test_little_memory_means_more_readings_and_the_same_map() -> None:
     replay = statistics.replay
     assert replay is not None
 
-    def counting(passages: int, split: str = "calibration"):  # type: ignore[no-untyped-def]
+    def counting(passages, split="calibration", *, copies=False):  # type: ignore[no-untyped-def]
         readings.append(passages)
         return replay(passages)
 

@@ -34,10 +34,16 @@ def with_texts(source: str, target: str) -> Statistics:
     replay = TextReplay(reader_of(source, target), texts, TOKENS, statistics.code)  # type: ignore[arg-type]
     seen = {split: list(replay(count, split)) for split, (count, _) in counts.items()}  # type: ignore[arg-type]
 
-    def again(passages: int, split: ReplaySplit = "calibration") -> Iterator[Observation]:
-        return iter(seen[split][:passages])
+    class Again:
+        def __call__(
+            self, passages: int, split: ReplaySplit = "calibration", *, copies: bool = False
+        ) -> Iterator[Observation]:
+            return iter(seen[split][:passages])
 
-    return replace(statistics, replay=again)
+        def count(self, split: ReplaySplit) -> int:
+            return len(seen.get(split, ()))
+
+    return replace(statistics, replay=Again())
 
 
 @pytest.mark.parametrize(("source", "target"), [("qwen3", "mistral"), ("llama3", "ministral3")])

@@ -27,7 +27,11 @@ def test_drawn_pairs_give_the_metric_of_all_pairs() -> None:
     """Control: queries that are not un-rotated by the key's position give another metric."""
     asked, keys, values = trace(), normal(2, TOKENS, DIM, seed=1), normal(2, TOKENS, DIM, seed=2)
     rows, first = torch.tensor([9, 15, 23]), 2
-    metric = QueryMetric(2, DIM, pairs=4000).update(asked, rows, keys, values, first).metric
+    metric = (
+        QueryMetric(2, DIM, pairs=4000)
+        .update(asked, rows, keys, values, torch.arange(TOKENS) >= first)
+        .metric
+    )
     wanted, unturned = torch.zeros(2, DIM, DIM), torch.zeros(2, DIM, DIM)
     weights = asked.weights(rows, keys)
     for head in range(4):
@@ -49,7 +53,11 @@ def test_drawn_pairs_give_the_metric_of_all_pairs() -> None:
 def test_keys_that_nobody_maps_weigh_nothing() -> None:
     keys, values = normal(2, TOKENS, DIM, seed=1), normal(2, TOKENS, DIM, seed=2)
     rows = torch.tensor([4])
-    metric = QueryMetric(2, DIM).update(trace(), rows, keys, values, first=TOKENS).metric
+    metric = (
+        QueryMetric(2, DIM)
+        .update(trace(), rows, keys, values, counted=torch.zeros(TOKENS, dtype=torch.bool))
+        .metric
+    )
     assert float(metric.abs().max()) == 0
 
 

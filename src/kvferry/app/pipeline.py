@@ -41,6 +41,7 @@ from kvferry.evals.samples import continue_text
 from kvferry.handoff.handoff import Handoff
 from kvferry.lm.cache_limit import beyond, cache_limit_bytes, evict
 from kvferry.lm.loading import load_language_model
+from kvferry.lm.model import LanguageModel
 from kvferry.lm.sources import ModelSpec
 from kvferry.lm.store import cache_root
 from kvferry.mappers.artefact import (
@@ -89,8 +90,12 @@ def fit(cfg: RunConfig, folder: Path, log: RunLogger) -> None:
             method=method.pretty_name,
             reference_url=method.reference_url,
             fields=dict(vars(method)),
-            source=ModelIdentity.of(reader.source, _origin(cfg, cfg.source)),
-            target=ModelIdentity.of(reader.target, _origin(cfg, cfg.target)),
+            source=ModelIdentity.of(
+                reader.source, _origin(cfg, cfg.source, reader.source.revision)
+            ),
+            target=ModelIdentity.of(
+                reader.target, _origin(cfg, cfg.target, reader.target.revision)
+            ),
             calibration={
                 "corpus": corpora.fingerprint(texts),
                 "passages": len(texts),
@@ -375,11 +380,16 @@ def _portable_settings(cfg: RunConfig) -> str:
     return text.replace(str(Path.home()), "~")
 
 
-def _origin(cfg: RunConfig, spec: ModelSpec) -> dict[str, Any]:
+def _identity(cfg: RunConfig, model: LanguageModel, spec: ModelSpec) -> ModelIdentity:
+    return ModelIdentity.of(model, _origin(cfg, spec, model.revision))
+
+
+def _origin(cfg: RunConfig, spec: ModelSpec, revision: str) -> dict[str, Any]:
     """Where a mapper finds this model again; a folder of this machine says nothing elsewhere."""
     if spec.folder is not None and spec.size == "full":
         return {"spec": {}, "dtype": cfg.trainer.model_dtype, "licence": spec.licence}
-    values = {**to_plain(spec), "folder": None}
+    # The commit that was loaded, not the branch that was asked for.
+    values = {**to_plain(spec), "folder": None, **({"revision": revision} if spec.hub else {})}
     return {"spec": values, "dtype": cfg.trainer.model_dtype, "seed": cfg.seed}
 
 

@@ -185,4 +185,4 @@ def _load(
     stored = place / f"code{tag}.safetensors"
     projection = load_file(stored) if stored.exists() else None
     code = None if projection is None else SourceCode({c: projection[c] for c in COMPONENTS})
-    return Collection(texts[:count], code, moments, shared_only)
+    return Collection(texts[:count], code and code.on(device), moments, shared_only)

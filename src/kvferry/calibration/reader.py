@@ -46,7 +46,7 @@ class PairTrace:
         """What a mapper may read of this text."""
         return MapperInputs(
             source=self.source,
-            alignment=self.tokens.alignment,
+            alignment=self.tokens.alignment.to(self.target.mask.device),
             anchors=self.target,
             native=self.target,
             code=code,

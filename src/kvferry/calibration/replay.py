@@ -18,7 +18,7 @@ class TextReplay:
     """Runs both models over some texts, one at a time.
 
     Args:
-        texts: by split; selection falls back to the calibration texts where there are no others.
+        texts: by split.
         passage_tokens: source tokens that each text is cut to.
         watch: shows how many texts have been read.
     """
@@ -33,9 +33,9 @@ class TextReplay:
         self, passages: int, split: ReplaySplit = "calibration", *, copies: bool = False
     ) -> Iterator[Observation]:
         """See :class:`kvferry.mappers.observation.Replay`."""
-        texts = self.texts.get(split) or self.texts["calibration"]
-        stride = max(len(texts) // max(passages, 1), 1)
-        chosen = texts[::stride][:passages]
+        texts = self.texts.get(split, ())
+        count = min(passages, len(texts))
+        chosen = [texts[place * len(texts) // count] for place in range(count)]
         with self.watch(f"read {split.replace('_', ' ')} text again", len(chosen)) as step:
             for text in chosen:
                 pair = self.reader.tokenize(text, self.passage_tokens)

@@ -126,7 +126,8 @@ class MomentsModule(LightningModule):
         """All ranks start where the first one stands, with its source code."""
         if self.trainer.world_size > 1:
             state = (self.code, self.done)
-            self.code, self.done = self.trainer.strategy.broadcast(state)
+            code, self.done = self.trainer.strategy.broadcast(state)
+            self.code = code and code.on(self._reader[0].source.device)
 
     def predict_dataloader(self) -> DataLoader[Share]:
         """This rank's shares of what is left."""
@@ -182,7 +183,7 @@ class MomentsModule(LightningModule):
         inputs, tokens = trace.inputs(self.code), trace.target.tokens
         counted = counted_tokens(
             trace.target,
-            trace.tokens.alignment.exact,
+            inputs.alignment.exact,
             prefix=len(self._reader[0].target.sink_ids),
             shared_only=self.shared_only,
             windowed=_has_windows(self._reader[0]),

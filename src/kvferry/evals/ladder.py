@@ -188,8 +188,10 @@ class Ladder:
                 start = max(prefix, context.trace.target.tokens - made.shape[2])
                 length = context.trace.target.tokens - start
                 true: Tensor = getattr(context.trace.target, component)[layer]
+                mapped_rows = self.handoff.mapped_rows(layer, context.trace.target.tokens)[-length:]
+                predicted, wanted = _rows(made, length), _rows(true, length)
                 out[f"r2_{component}"].append(
-                    scoring.r2_about_mean(_rows(made, length), _rows(true, length))
+                    scoring.r2_about_mean(predicted[mapped_rows], wanted[mapped_rows])
                 )
         return out
 

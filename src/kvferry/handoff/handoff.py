@@ -185,7 +185,7 @@ class Handoff:
             )
         inputs = MapperInputs(
             source=source,
-            alignment=tokens.alignment.narrow(0, len(ids)),
+            alignment=tokens.alignment.narrow(0, len(ids)).to(target.device),
             anchors=anchors,
             native=native,
         )
@@ -197,6 +197,14 @@ class Handoff:
             0 if layer.window is None else max(0, tokens - (layer.window - 1))
             for layer in self.reader.target.geometry.layers
         ]
+
+    def mapped_rows(self, layer: int, tokens: int) -> Bool[Tensor, " held"]:
+        """Of the tokens that a layer holds, those that no planted sink stands in for."""
+        held = tokens - self.first_tokens(tokens)[layer]
+        rows = torch.ones(held, dtype=torch.bool, device=self.reader.target.device)
+        if held < tokens and layer >= self.mapper.native_layers:
+            rows[sink_places(self.mapper.planted_sinks, held)] = False
+        return rows
 
     def finish(
         self,

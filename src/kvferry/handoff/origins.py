@@ -26,7 +26,10 @@ def load_pair(
     if source is None:
         source = _load("source", manifest.source, cache_dir, device)
     if target is None:
-        same = manifest.source.origin == manifest.target.origin
+        same = bool(manifest.target.origin.get("spec")) and (
+            (manifest.source.origin, manifest.source.revision)
+            == (manifest.target.origin, manifest.target.revision)
+        )
         target = source if same else _load("target", manifest.target, cache_dir, device)
     return source, target
 

@@ -92,7 +92,8 @@ def evict(goners: Iterable[Entry]) -> list[Entry]:
 def _members(root: Path) -> Iterator[Path]:
     moments, traces = (root / name for name in BOUNDED)
     yield from (path for path in moments.glob("*") if path.is_dir())
-    yield from (path for path in traces.glob("*/*") if path.is_file())
+    # A name that begins with a dot is being written.
+    yield from (p for p in traces.glob("*/*") if p.is_file() and not p.name.startswith("."))
 
 
 def _measured(path: Path) -> Entry | None:

@@ -200,9 +200,9 @@ class AffineMapper:
 def sink_places(count: int, tokens: int) -> list[int]:
     """Where ``count`` planted sinks stand among the ``tokens`` that a windowed layer holds.
 
-    In its older half, evenly: old enough for the newest queries, and not the next to leave.
+    Evenly apart: the oldest one leaves the window first, after as many new tokens as lie before it.
     """
-    return [tokens * (i + 1) // (2 * count + 2) for i in range(count)]
+    return [tokens * (i + 1) // (count + 1) for i in range(count)]
 
 
 def _heads(

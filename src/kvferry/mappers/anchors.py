@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from kvferry.errors import ConfigurationError
 from kvferry.lm.geometry import KVGeometry
 from kvferry.mappers.layout import FeatureBlock, FeatureLayout
 
@@ -38,13 +39,38 @@ class AnchorReads:
         }
 
     def native_depth(self, target: KVGeometry) -> int:
-        """How many of the target's layers are exact."""
+        """How many of the target's layers are exact.
+
+        Raises:
+            ConfigurationError: more than the target has.
+        """
         if self.native_layers != "auto":
+            if self.native_layers > len(target.layers):
+                raise ConfigurationError(
+                    "More native layers are asked for than the target has.",
+                    found=f"native_layers={self.native_layers}",
+                    expected=f"at most {len(target.layers)}",
+                    fix="set mapper.native_layers=auto",
+                )
             return self.native_layers
         return max(1, round(AUTO_NATIVE_SHARE * len(target.layers)))
 
     def blocks(self, layout: FeatureLayout, target: KVGeometry) -> tuple[FeatureBlock, ...]:
-        """Input blocks of ``layout`` that are read, in its order."""
+        """Input blocks of ``layout`` that are read, in its order.
+
+        Native layers are all exact; maps read those of them that calibration has collected.
+
+        Raises:
+            ConfigurationError: more predecessors than calibration has collected.
+        """
+        known = max((block.index for block in layout.of_kind("anchor")), default=-1)
+        if self.context > known:
+            raise ConfigurationError(
+                "Calibration does not collect anchors of so many predecessors.",
+                found=f"anchor_context={self.context}",
+                expected=f"at most {known}",
+                fix=f"set mapper.anchor_context={known}",
+            )
         native = self.native_depth(target)
         return tuple(block for block in layout.blocks if self._reads(block, native))
 

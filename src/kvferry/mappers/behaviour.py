@@ -60,8 +60,13 @@ class Reading:
         return statistics.observe(self.passages, copies=self.copies)
 
     def judging(self, statistics: Statistics) -> Iterator[Observation]:
-        """Texts that decide whether a fit is kept."""
-        return statistics.observe(self.held_out, "selection", copies=self.copies)
+        """Texts that decide whether a fit is kept.
+
+        Raises:
+            ConfigurationError: there is no text that the moments have not seen.
+        """
+        split = statistics.held_out("selection", "other_domain")
+        return statistics.observe(self.held_out, split, copies=self.copies)
 
     def rules(self) -> dict[str, bool]:
         """What settings must be, and whether they are."""
@@ -287,7 +292,7 @@ def refit_keys(
     fitted = _attention_samples(mapper, texts, codes, reading)
     texts = reading.judging(statistics)
     held = _attention_samples(mapper, texts, codes, reading)
-    corrections = {}
+    corrections, divergences = {}, []
     layers = mapped_layers(mapper)
     with statistics.watch("fit keys to attention", len(layers)) as step:
         for layer in layers:
@@ -301,8 +306,15 @@ def refit_keys(
             )
             log.debug("layer %d: attention KL %.4f to %.4f", layer, before, after)
             corrections[layer] = change
+            divergences.append((before, after))
             step()
-    return corrected(mapper, "keys", codes, corrections)
+    report = {
+        "attention_kl_before": sum(b for b, _ in divergences) / len(divergences),
+        "attention_kl_after": sum(a for _, a in divergences) / len(divergences),
+        "layers_with_new_keys": float(sum(a < b for b, a in divergences)),
+    }
+    done = corrected(mapper, "keys", codes, corrections)
+    return replace(done, report={**mapper.report, **report})
 
 
 def _attention_samples(

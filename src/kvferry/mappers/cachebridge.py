@@ -56,6 +56,7 @@ class CacheBridge(MapperMethod):
     anchor_context: int = -1
     neighbours: bool = False
     native_layers: NativeLayers = 0
+    planted_sinks: int = 0
 
     pretty_name: ClassVar[str] = "CacheBridge"
     reference_url: ClassVar[str] = "https://arxiv.org/abs/2609.00891"
@@ -67,9 +68,10 @@ class CacheBridge(MapperMethod):
                 "heads must be index or hungarian": self.heads in ("index", "hungarian"),
                 "passages must be at least 1": self.passages >= 1,
                 "boundaries must be at least 1": self.boundaries >= 1,
-                "floor must not be negative": self.floor >= 0,
+                "floor must be positive": self.floor > 0,
                 "sums_gigabytes must be positive": self.sums_gigabytes > 0,
                 **self._anchors.rules(),
+                "planted_sinks must lie in 0..8": 0 <= self.planted_sinks <= 8,
                 "ridge must not be negative": self.ridge >= 0,
                 "absolute_ridge must not be negative": (self.absolute_ridge or 0) >= 0,
             }
@@ -112,6 +114,7 @@ class CacheBridge(MapperMethod):
             groups=tuple(groups),
             code=statistics.code if self.neighbours else None,
             native_layers=native,
+            planted_sinks=self.planted_sinks,
         )
 
 

@@ -168,7 +168,7 @@ def query_metrics(
     for seen, chosen in query_rows(texts, rows, seed):
         for layer, metric in found.items():
             keys, values = seen.target.keys[layer][0], seen.target.values[layer][0]
-            metric.update(seen.queries[layer], chosen, keys, values, first=seen.prefix)
+            metric.update(seen.queries[layer], chosen, keys, values, counted=seen.counted)
     return {layer: metric.metric for layer, metric in found.items()}
 
 

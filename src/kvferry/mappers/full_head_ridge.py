@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from kvferry.mappers.affine import AffineMapper
@@ -30,6 +30,7 @@ class FullHeadRidge(MapperMethod):
         ridge: penalty as a share of the inputs' mean variance, or "auto".
         absolute_ridge: the penalty itself, instead of ``ridge`` (the paper: 0.01).
         anchor_context, neighbours, native_layers: see :class:`AnchorReads`; off as published.
+        planted_sinks: see :class:`AffineMapper`; off as published.
 
     Source: arXiv 2608.03893.
     """
@@ -41,6 +42,7 @@ class FullHeadRidge(MapperMethod):
     anchor_context: int = -1
     neighbours: bool = False
     native_layers: NativeLayers = 0
+    planted_sinks: int = 0
 
     pretty_name: ClassVar[str] = "Full-head ridge"
     reference_url: ClassVar[str] = "https://arxiv.org/abs/2608.03893"
@@ -50,6 +52,7 @@ class FullHeadRidge(MapperMethod):
             {
                 **self._selector.rules("source_layers"),
                 **self._anchors.rules(),
+                "planted_sinks must lie in 0..8": 0 <= self.planted_sinks <= 8,
                 "ridge must be auto or at least 0": self.ridge == "auto" or self.ridge >= 0,
                 "ridge must be a number beside absolute_ridge": self.ridge != "auto"
                 or self.absolute_ridge is None,
@@ -73,7 +76,7 @@ class FullHeadRidge(MapperMethod):
             return fit_chosen(self, statistics)
         support = self._selector.support(statistics)
         anchors = self._anchors
-        return fit_affine(
+        mapper = fit_affine(
             statistics,
             {c: layer_reads(statistics, c, support, anchors) for c in COMPONENTS},
             relative_ridge=None if self.absolute_ridge is not None else self.ridge,
@@ -81,3 +84,4 @@ class FullHeadRidge(MapperMethod):
             recolouring=Recolouring(),
             native_layers=anchors.native_depth(statistics.target),
         )
+        return replace(mapper, planted_sinks=self.planted_sinks)

@@ -28,6 +28,10 @@ class SourceCode:
         """The same code with projections, and their products, in ``dtype``."""
         return SourceCode({c: p.to(dtype) for c, p in self.projection.items()})
 
+    def on(self, device: torch.device | str) -> SourceCode:
+        """The same code on another device."""
+        return SourceCode({c: p.to(device) for c, p in self.projection.items()})
+
     @property
     def width(self) -> int:
         """Features of one component's code."""

@@ -7,8 +7,6 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from kvferry.lm.content import ContentKV
-from kvferry.mappers.affine import AffineMapper
-from kvferry.mappers.layout import COMPONENTS
 from kvferry.mappers.observation import Observation
 
 QUERY_ROWS = 64
@@ -18,18 +16,6 @@ def query_rows(first: int, tokens: int, limit: int = QUERY_ROWS) -> Int64[Tensor
     """Up to ``limit`` tokens spread evenly from ``first`` to the last of ``tokens``."""
     step = max(1, -(-(tokens - first) // limit))
     return torch.arange(first, tokens, step)
-
-
-@torch.inference_mode()
-def mapped_context(mapper: AffineMapper, seen: Observation) -> ContentKV:
-    """Every layer of the context at full length, as a hand-off makes it: the prefix is native."""
-    content = mapper.map(seen.inputs, [0] * len(mapper.target.layers))
-    for component in COMPONENTS:
-        made: dict[int, Tensor] = getattr(content, component)
-        own: dict[int, Tensor] = getattr(seen.target, component)
-        for layer in range(mapper.native_layers, len(mapper.target.layers)):
-            made[layer][:, :, : seen.prefix] = own[layer][:, :, : seen.prefix]
-    return content
 
 
 @torch.inference_mode()

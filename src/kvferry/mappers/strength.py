@@ -73,13 +73,17 @@ def fit_recoloured(
     chosen = choose_strengths(
         plain,
         full,
-        statistics.observe(reading.held_out, "selection"),
+        reading.judging(statistics),
         keys=GRID if keys == "auto" else (keys,),
         values=GRID if values == "auto" else (values,),
         rows=reading.rows,
         seed=reading.seed,
     )
-    return blend(plain, full, chosen)
+    report = {
+        f"mean_recolour_{component}": sum(by_layer.values()) / max(len(by_layer), 1)
+        for component, by_layer in chosen.items()
+    }
+    return replace(blend(plain, full, chosen), report=report)
 
 
 def choose_strengths(

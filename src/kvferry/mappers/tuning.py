@@ -8,7 +8,8 @@ from typing import Any, cast
 
 from kvferry.mappers.affine import AffineMapper
 from kvferry.mappers.base import MapperMethod, Statistics
-from kvferry.mappers.judging import attention_cosine, mapped_context, query_rows
+from kvferry.mappers.behaviour import mapped_after_prefix
+from kvferry.mappers.judging import attention_cosine, query_rows
 from kvferry.mappers.observation import Observation
 
 PASSAGES = 6
@@ -69,7 +70,7 @@ def mean_cosine(mapper: AffineMapper, texts: Sequence[Observation]) -> float:
     scores = []
     for seen in texts:
         rows = query_rows(seen.target.tokens // 2, seen.target.tokens)
-        cosines = attention_cosine(mapped_context(mapper, seen), seen, rows)
+        cosines = attention_cosine(mapped_after_prefix(mapper, seen), seen, rows)
         scores.append(float(cosines[mapper.native_layers :].mean()))
     return sum(scores) / len(scores)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from jaxtyping import Float, Float64, Int64
+from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
 from kvferry.lm.attention import QueryTrace
@@ -44,12 +44,12 @@ class QueryMetric:
         rows: Int64[Tensor, " rows"],
         keys: Float[Tensor, "kv_heads tokens dim"],
         values: Float[Tensor, "kv_heads tokens dim"],
-        first: int = 0,
+        counted: Bool[Tensor, " tokens"] | None = None,
     ) -> QueryMetric:
         """Add the queries at ``rows`` of one text over its position-free keys and its values.
 
         Args:
-            first: tokens before it have keys that nobody maps, and weigh nothing.
+            counted: tokens whose keys are mapped; the others weigh nothing.
         """
         weights = trace.weights(rows, keys)
         groups = len(weights) // len(keys)
@@ -57,7 +57,8 @@ class QueryMetric:
             mine = values[head // groups].float()
             apart = torch.cdist(weights[head] @ mine, mine).square()
             pair = weights[head].square() * apart / mine.shape[1]
-            pair[:, :first] = 0
+            if counted is not None:
+                pair[:, ~counted] = 0
             total = pair.sum(dim=1)
             # A query that reads native keys alone has nothing to draw; its weight is zero.
             drawn = torch.multinomial(
