@@ -375,9 +375,18 @@ def _sample(cfg: RunConfig, handoff: Handoff, context: EvalContext) -> Continuat
 
 def _portable_settings(cfg: RunConfig) -> str:
     """The YAML of what changes results, without where things lie on this machine."""
-    values = {"name": cfg.name, **cfg.identity()}
+    values = _without_folders({"name": cfg.name, **cfg.identity()})
     text: str = OmegaConf.to_yaml(OmegaConf.create(values))
-    return text.replace(str(Path.home()), "~")
+    return text
+
+
+def _without_folders(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_folders(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_folders(inner) for inner in value]
+    local = isinstance(value, str) and Path(value).expanduser().is_absolute()
+    return Path(value).name if local else value
 
 
 def _identity(cfg: RunConfig, model: LanguageModel, spec: ModelSpec) -> ModelIdentity:

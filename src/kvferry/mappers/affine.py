@@ -58,8 +58,8 @@ class AffineMapper:
         source, target: geometries of the two models.
         groups: the affine maps; together they cover every target layer that is not native.
         code: projections behind "code" blocks, or None.
-        native_layers: target layers ``0 .. native_layers - 1`` are exact: layer 0 from the anchors,
-            the others from a native prefix.
+        native_layers: target layers ``0 .. native_layers - 1`` are the target's own: layer 0 from
+            the anchors, exact; the others from a native prefix run in ``product_dtype``.
         planted_sinks: tokens of each windowed layer that the target's own prefix takes the place of
             once it has left the window; see :func:`sink_places`.
         product_dtype: number format of the matrix products; sums stay in fp32 registers.
