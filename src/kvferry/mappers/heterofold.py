@@ -52,10 +52,10 @@ class HeteroFold(MapperMethod):
     recolour_metric: Metric = "whitened"
     recolour_keys: Strength = 1.0
     recolour_values: Strength = 1.0
-    behavioural_keys_rank: int = 32
+    behavioural_keys_rank: int = 0
     steps: int = 300
     learning_rate: float = 2e-3
-    behavioural_values: bool = True
+    behavioural_values: bool = False
     pointwise: Pointwise = "auto"
     directions: int = 256
     passages: int = 24
