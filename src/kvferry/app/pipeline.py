@@ -90,12 +90,8 @@ def fit(cfg: RunConfig, folder: Path, log: RunLogger) -> None:
             method=method.pretty_name,
             reference_url=method.reference_url,
             fields=dict(vars(method)),
-            source=ModelIdentity.of(
-                reader.source, _origin(cfg, cfg.source, reader.source.revision)
-            ),
-            target=ModelIdentity.of(
-                reader.target, _origin(cfg, cfg.target, reader.target.revision)
-            ),
+            source=_identity(cfg, reader.source, cfg.source),
+            target=_identity(cfg, reader.target, cfg.target),
             calibration={
                 "corpus": corpora.fingerprint(texts),
                 "passages": len(texts),

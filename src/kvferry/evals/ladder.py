@@ -97,7 +97,7 @@ class Ladder:
     def builds(self, context: EvalContext, wrong: ContentKV) -> Mapping[str, Build]:
         """How to make the cache of each condition; nothing is computed before it is asked for."""
         handoff, tokens = self.handoff, context.trace.tokens
-        windows = handoff.first_tokens(context.trace.target.tokens)
+        windows = handoff.mapper.first_tokens(context.trace.target.tokens)
 
         def finish(content: ContentKV) -> MappedCache:
             return handoff.finish([content], [tokens])
@@ -188,7 +188,10 @@ class Ladder:
                 start = max(prefix, context.trace.target.tokens - made.shape[2])
                 length = context.trace.target.tokens - start
                 true: Tensor = getattr(context.trace.target, component)[layer]
-                mapped_rows = self.handoff.mapped_rows(layer, context.trace.target.tokens)[-length:]
+                places = self.handoff.mapper.planted_places(layer, context.trace.target.tokens)
+                mapped_rows = torch.ones(made.shape[2], dtype=torch.bool, device=made.device)
+                mapped_rows[places] = False
+                mapped_rows = mapped_rows[-length:]
                 predicted, wanted = _rows(made, length), _rows(true, length)
                 out[f"r2_{component}"].append(
                     scoring.r2_about_mean(predicted[mapped_rows], wanted[mapped_rows])

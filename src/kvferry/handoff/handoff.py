@@ -21,7 +21,7 @@ from kvferry.handoff.origins import load_pair
 from kvferry.handoff.provenance import Provenance
 from kvferry.lm.content import ContentKV
 from kvferry.lm.model import LanguageModel, Prefill
-from kvferry.mappers.affine import AffineMapper, sink_places
+from kvferry.mappers.affine import AffineMapper
 from kvferry.mappers.hub import MapperArtefact
 from kvferry.mappers.inputs import MapperInputs
 from kvferry.mappers.layout import COMPONENTS
@@ -189,22 +189,7 @@ class Handoff:
             anchors=anchors,
             native=native,
         )
-        return self.keep_prefix(self.mapper.map(inputs, self.first_tokens(len(ids))))
-
-    def first_tokens(self, tokens: int) -> list[int]:
-        """By target layer, the first of ``tokens`` that a windowed layer still attends to."""
-        return [
-            0 if layer.window is None else max(0, tokens - (layer.window - 1))
-            for layer in self.reader.target.geometry.layers
-        ]
-
-    def mapped_rows(self, layer: int, tokens: int) -> Bool[Tensor, " held"]:
-        """Of the tokens that a layer holds, those that no planted sink stands in for."""
-        held = tokens - self.first_tokens(tokens)[layer]
-        rows = torch.ones(held, dtype=torch.bool, device=self.reader.target.device)
-        if held < tokens and layer >= self.mapper.native_layers:
-            rows[sink_places(self.mapper.planted_sinks, held)] = False
-        return rows
+        return self.keep_prefix(self.mapper.map(inputs, self.mapper.first_tokens(len(ids))))
 
     def finish(
         self,
@@ -270,17 +255,15 @@ class Handoff:
 
         Where it has left the window, it stands in for as many mapped tokens as the mapper says.
         """
-        width, planted = self.prefix.tokens, self.mapper.planted_sinks
+        width = self.prefix.tokens
         for component in COMPONENTS:
             mapped: dict[int, Tensor] = getattr(content, component)
             own: dict[int, Tensor] = getattr(self.prefix, component)
-            for layer in mapped:
-                held = mapped[layer].shape[2]
-                if held == content.tokens:
-                    mapped[layer][:, :, :width] = own[layer]
-                elif layer >= self.mapper.native_layers:
-                    places = sink_places(planted, held)
-                    mapped[layer][:, :, places] = own[layer][:, :, :1]
+            for layer, x in mapped.items():
+                if x.shape[2] == content.tokens:
+                    x[:, :, :width] = own[layer]
+                elif places := self.mapper.planted_places(layer, content.tokens):
+                    x[:, :, places] = own[layer][:, :, :1]
         return content
 
     def _stamp(self, content: ContentKV, tail: int) -> Provenance:

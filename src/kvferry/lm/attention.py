@@ -123,14 +123,8 @@ class QueryTrace:
         """
         if self.softcap is None:
             return None
-        capped = torch.tanh(self._scores(rows, content) / self.softcap)
+        capped = torch.tanh(self.at(rows).uncapped(content) / self.softcap)
         return (1 - capped.square()).flatten(0, 1)
-
-    def _scores(self, rows: Tensor, content: Tensor) -> Float[Tensor, "kv_heads group rows tokens"]:
-        keys = self.rotate(content)
-        groups = self.queries.shape[0] // keys.shape[0]
-        queries = self.queries[:, rows].float().view(keys.shape[0], groups, len(rows), -1)
-        return torch.einsum("hgrd,htd->hgrt", queries, keys) * self.scale
 
     def attend(
         self,
@@ -163,17 +157,23 @@ class RowQueries:
     softcap: float | None
     window: int | None
 
+    def uncapped(
+        self, content: Float[Tensor, "kv_heads tokens dim"]
+    ) -> Float[Tensor, "kv_heads group rows tokens"]:
+        """Scaled products with every key, hidden ones too, before any cap."""
+        keys = apply_rope(content[None], self.cos, self.sin)[0]
+        groups = self.queries.shape[0] // keys.shape[0]
+        queries = self.queries.float().view(keys.shape[0], groups, len(self.rows), -1)
+        return torch.einsum("hgrd,htd->hgrt", queries, keys) * self.scale
+
     def scores(
         self, content: Float[Tensor, "kv_heads tokens dim"]
     ) -> Float[Tensor, "query_heads rows tokens"]:
         """What a softmax over tokens makes attention of; minus infinity where a key is hidden."""
-        keys = apply_rope(content[None], self.cos, self.sin)[0]
-        groups = self.queries.shape[0] // keys.shape[0]
-        queries = self.queries.float().view(keys.shape[0], groups, len(self.rows), -1)
-        scores = torch.einsum("hgrd,htd->hgrt", queries, keys) * self.scale
+        scores = self.uncapped(content)
         if self.softcap is not None:
             scores = torch.tanh(scores / self.softcap) * self.softcap
-        behind = self.rows[:, None] - torch.arange(keys.shape[1], device=self.rows.device)
+        behind = self.rows[:, None] - torch.arange(content.shape[1], device=self.rows.device)
         hidden = behind < 0
         if self.window is not None:
             hidden = hidden | (behind >= self.window)

@@ -108,6 +108,21 @@ class AffineMapper:
             tensors += list(self.code.projection.values())
         return sum(t.numel() * t.element_size() for t in tensors)
 
+    def first_tokens(self, tokens: int) -> list[int]:
+        """By target layer, the first of ``tokens`` that a windowed layer still attends to."""
+        return [
+            0 if layer.window is None else max(0, tokens - (layer.window - 1))
+            for layer in self.target.layers
+        ]
+
+    def planted_places(self, layer: int, tokens: int) -> list[int]:
+        """Among the tokens that a mapped layer holds of ``tokens``, those that give way to the
+        target's prefix: none while it is still in view, or where the layer is native."""
+        first = self.first_tokens(tokens)[layer]
+        if not first or layer < self.native_layers:
+            return []
+        return sink_places(self.planted_sinks, tokens - first)
+
     def map(self, inputs: MapperInputs, first_tokens: Sequence[int]) -> ContentKV:
         """Target content of one context.
 

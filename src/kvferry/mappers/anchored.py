@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from kvferry.mappers.affine import AffineMapper
-from kvferry.mappers.anchors import AnchorReads, NativeLayers
-from kvferry.mappers.base import (
-    MapperMethod,
-    Statistics,
-    layer_reads,
-    require,
-)
-from kvferry.mappers.behaviour import BehaviouralCalibration, Pointwise, Reading
-from kvferry.mappers.layout import COMPONENTS
+from kvferry.mappers.anchors import NativeLayers
+from kvferry.mappers.base import require
+from kvferry.mappers.behaviour import Pointwise, Reading
+from kvferry.mappers.recoloured import RecolouredMethod
 from kvferry.mappers.selection import LayerCount, LayerSelector, Selector
-from kvferry.mappers.strength import Strength, fit_recoloured, strength_rules
-from kvferry.mappers.tuning import fit_chosen
+from kvferry.mappers.strength import Strength
 from kvferry.stats.recolour import Metric
 
 
 @dataclass(frozen=True)
-class Anchored(MapperMethod):
+class Anchored(RecolouredMethod):
     """Ridge from source layers, neighbouring source tokens and the target's own free anchors.
 
     To copy, a key must say which token stood before it. That cannot be read off one source token,
@@ -70,63 +63,12 @@ class Anchored(MapperMethod):
     reference_url: ClassVar[str] = "https://github.com/kvferry/kvferry"
 
     def __post_init__(self) -> None:
-        require(
-            {
-                **self._selector.rules("source_layers"),
-                **self._anchors.rules(),
-                "planted_sinks must lie in 0..8": 0 <= self.planted_sinks <= 8,
-                "ridge must be auto or at least 0": self.ridge == "auto" or self.ridge >= 0,
-                **self._behaviour.rules(),
-                **strength_rules(
-                    recolour_keys=self.recolour_keys, recolour_values=self.recolour_values
-                ),
-            }
-        )
-
-    @property
-    def _anchors(self) -> AnchorReads:
-        return AnchorReads(self.anchor_context, self.neighbours, self.native_layers)
+        require({**self._selector.rules("source_layers"), **self._rules()})
 
     @property
     def _selector(self) -> LayerSelector:
-        # Which count is best only fits with several can tell.
-        count = "all" if self.source_layers == "auto" else self.source_layers
-        return LayerSelector(self.selector, count)
+        return LayerSelector.starting(self.selector, self.source_layers)
 
     @property
     def _reading(self) -> Reading:
         return Reading(self.passages, self.held_out, self.rows, self.seed, self.copies)
-
-    @property
-    def _behaviour(self) -> BehaviouralCalibration:
-        return BehaviouralCalibration(
-            keys_rank=self.behavioural_keys_rank,
-            steps=self.steps,
-            learning_rate=self.learning_rate,
-            values=self.behavioural_values,
-            pointwise=self.pointwise,
-            directions=self.directions,
-            reading=self._reading,
-        )
-
-    def fit(self, statistics: Statistics) -> AffineMapper:
-        """One factorisation a component when all source layers are read."""
-        if self.ridge == "auto" or self.source_layers == "auto":
-            plain = replace(self, behavioural_keys_rank=0, behavioural_values=False)
-            mapper = fit_chosen(plain, statistics)
-            ridge = mapper.report.get("chosen_ridge", self.ridge)
-            return self._behaviour.apply(statistics, mapper, float(ridge))
-        support = self._selector.support(statistics)
-        anchors = self._anchors
-        mapper = fit_recoloured(
-            statistics,
-            {c: layer_reads(statistics, c, support, anchors) for c in COMPONENTS},
-            ridge=self.ridge,
-            keys=self.recolour_keys,
-            values=self.recolour_values,
-            metric=self.recolour_metric,
-            native_layers=anchors.native_depth(statistics.target),
-            reading=self._reading,
-            planted_sinks=self.planted_sinks,
-        )
-        return self._behaviour.apply(statistics, mapper, self.ridge)

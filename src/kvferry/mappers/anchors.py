@@ -24,11 +24,14 @@ class AnchorReads:
             component at the token itself.
         native_layers: target layers taken exactly; layer 0 is free, each further one is run by the
             target. "auto" takes an eighth of its depth.
+        planted_sinks: tokens of each windowed layer that give way to the target's own prefix, see
+            :class:`AffineMapper`.
     """
 
     context: int = -1
     neighbours: bool = False
     native_layers: NativeLayers = 0
+    planted_sinks: int = 0
 
     def rules(self) -> dict[str, bool]:
         """What settings must be, and whether they are."""
@@ -36,6 +39,7 @@ class AnchorReads:
             "anchor_context must be at least -1": self.context >= -1,
             "native_layers must be auto or at least 0": self.native_layers == "auto"
             or self.native_layers >= 0,
+            "planted_sinks must lie in 0..8": 0 <= self.planted_sinks <= 8,
         }
 
     def native_depth(self, target: KVGeometry) -> int:
@@ -84,3 +88,18 @@ class AnchorReads:
                 return block.index <= self.context
             case "native":
                 return block.index < native
+
+
+class OffersAnchors:
+    """A method whose settings name its anchors."""
+
+    anchor_context: int
+    neighbours: bool
+    native_layers: NativeLayers
+    planted_sinks: int
+
+    @property
+    def _anchors(self) -> AnchorReads:
+        return AnchorReads(
+            self.anchor_context, self.neighbours, self.native_layers, self.planted_sinks
+        )

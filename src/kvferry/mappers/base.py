@@ -147,6 +147,7 @@ def fit_affine(
     absolute_ridge: float | None = None,
     recolouring: Recolouring,
     native_layers: int = 0,
+    planted_sinks: int = 0,
 ) -> AffineMapper:
     """Ridge, then recolouring, for every target layer from its own blocks.
 
@@ -154,6 +155,7 @@ def fit_affine(
         reads: by component, the blocks of each target layer, native ones included (ignored);
             see :func:`layer_reads`.
         relative_ridge, absolute_ridge: penalty as a share of the inputs' mean variance, or as is.
+        native_layers, planted_sinks: of the mapper.
 
     Layers with the same blocks share one factorisation; groups are also split by window, so that
     windowed layers can be mapped over fewer tokens.
@@ -177,6 +179,7 @@ def fit_affine(
         groups=tuple(groups),
         code=statistics.code if _reads_code(groups) else None,
         native_layers=native_layers,
+        planted_sinks=planted_sinks,
     )
 
 

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from kvferry.lm.content import ContentKV
-from kvferry.mappers.affine import AffineMapper, sink_places
+from kvferry.mappers.affine import AffineMapper
 from kvferry.mappers.base import Statistics
 from kvferry.mappers.correction import (
     Blocks,
@@ -89,6 +89,7 @@ class BehaviouralCalibration:
         pointwise: weight of the values themselves in that, see :func:`refit_values`.
         directions: leading directions of the inputs that both corrections read.
         reading: the texts.
+        attention: what values are fitted under, see :func:`refit_values`.
     """
 
     keys_rank: int
@@ -98,12 +99,13 @@ class BehaviouralCalibration:
     pointwise: Pointwise
     directions: int
     reading: Reading
+    attention: Attention = "translated"
 
-    def rules(self) -> dict[str, bool]:
-        """What settings must be, and whether they are."""
+    def rules(self, rank_field: str = "behavioural_keys_rank") -> dict[str, bool]:
+        """What settings must be, and whether they are; ``rank_field`` is the rank's public name."""
         return {
             **self.reading.rules(),
-            "behavioural_keys_rank must not be negative": self.keys_rank >= 0,
+            f"{rank_field} must not be negative": self.keys_rank >= 0,
             "steps and directions must be at least 1": min(self.steps, self.directions) >= 1,
             "learning_rate must be positive": self.learning_rate > 0,
             "pointwise must be auto or not negative": self.pointwise == "auto"
@@ -130,6 +132,7 @@ class BehaviouralCalibration:
                 rank=self.directions,
                 pointwise=self.pointwise,
                 ridge=ridge,
+                attention=self.attention,
             )
         return mapper
 
@@ -184,10 +187,8 @@ def mapped_after_prefix(mapper: AffineMapper, seen: Observation) -> ContentKV:
 
 def planted_tokens(mapper: AffineMapper, layer: int, tokens: int) -> list[int]:
     """Tokens of a windowed layer that give way to the prefix, were the context to end here."""
-    window = mapper.target.layers[layer].window
-    first = 0 if window is None else max(0, tokens - (window - 1))
-    places = sink_places(mapper.planted_sinks, tokens - first) if first else []
-    return [first + place for place in places]
+    first = mapper.first_tokens(tokens)[layer]
+    return [first + place for place in mapper.planted_places(layer, tokens)]
 
 
 def mapped_layers(mapper: AffineMapper) -> range:

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import torch
 
 from kvferry.mappers.affine import AffineGroup, AffineMapper
-from kvferry.mappers.anchors import AnchorReads, NativeLayers
+from kvferry.mappers.anchors import NativeLayers, OffersAnchors
 from kvferry.mappers.attention_weighted import AttentionWeights, weighted_groups
 from kvferry.mappers.base import (
     MapperMethod,
@@ -24,7 +24,7 @@ from kvferry.stats.ridge import RidgeFactor
 
 
 @dataclass(frozen=True)
-class CacheBridge(MapperMethod):
+class CacheBridge(OffersAnchors, MapperMethod):
     """Head-local ridge from the best source layers, on rows that later queries look at.
 
     Args:
@@ -71,15 +71,10 @@ class CacheBridge(MapperMethod):
                 "floor must be positive": self.floor > 0,
                 "sums_gigabytes must be positive": self.sums_gigabytes > 0,
                 **self._anchors.rules(),
-                "planted_sinks must lie in 0..8": 0 <= self.planted_sinks <= 8,
                 "ridge must not be negative": self.ridge >= 0,
                 "absolute_ridge must not be negative": (self.absolute_ridge or 0) >= 0,
             }
         )
-
-    @property
-    def _anchors(self) -> AnchorReads:
-        return AnchorReads(self.anchor_context, self.neighbours, self.native_layers)
 
     @property
     def _penalty(self) -> dict[str, float | None]:

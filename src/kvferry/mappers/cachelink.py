@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from kvferry.mappers.affine import AffineMapper
-from kvferry.mappers.anchors import AnchorReads, NativeLayers
+from kvferry.mappers.anchors import NativeLayers, OffersAnchors
 from kvferry.mappers.base import (
     MapperMethod,
     Recolouring,
@@ -22,12 +22,11 @@ from kvferry.mappers.base import (
 )
 from kvferry.mappers.behaviour import (
     Attention,
+    BehaviouralCalibration,
     Pointwise,
     Reading,
     mapped_layers,
     query_rows,
-    refit_keys,
-    refit_values,
 )
 from kvferry.mappers.correction import with_weights
 from kvferry.mappers.layout import COMPONENTS
@@ -37,7 +36,7 @@ from kvferry.stats.key_metric import QueryMetric, metric_ridge
 
 
 @dataclass(frozen=True)
-class CacheLink(MapperMethod):
+class CacheLink(OffersAnchors, MapperMethod):
     """Keys in the metric of the queries that read them, values by the outputs of attention.
 
     Only the title "Functional KV Transport" is known; the method is ours.
@@ -89,31 +88,31 @@ class CacheLink(MapperMethod):
             {
                 **self._selector.rules("source_layers"),
                 **self._anchors.rules(),
-                **self._reading.rules(),
-                "planted_sinks must lie in 0..8": 0 <= self.planted_sinks <= 8,
+                **self._behaviour.reading.rules(),
                 "ridge must not be negative": self.ridge >= 0,
                 "metric_floor must lie in 0..1, 0 excluded": 0 < self.metric_floor <= 1,
-                "key_rank must not be negative": self.key_rank >= 0,
-                "steps and directions must be at least 1": min(self.steps, self.directions) >= 1,
-                "learning_rate must be positive": self.learning_rate > 0,
-                "pointwise must be auto or not negative": self.pointwise == "auto"
-                or self.pointwise >= 0,
+                **self._behaviour.rules("key_rank"),
                 "attention must be native or translated": self.attention
                 in ("native", "translated"),
             }
         )
 
     @property
-    def _anchors(self) -> AnchorReads:
-        return AnchorReads(self.anchor_context, self.neighbours, self.native_layers)
-
-    @property
     def _selector(self) -> LayerSelector:
         return LayerSelector(self.selector, self.source_layers)
 
     @property
-    def _reading(self) -> Reading:
-        return Reading(self.passages, self.held_out, self.rows, self.seed)
+    def _behaviour(self) -> BehaviouralCalibration:
+        return BehaviouralCalibration(
+            keys_rank=self.key_rank,
+            steps=self.steps,
+            learning_rate=self.learning_rate,
+            values=self.functional_values,
+            pointwise=self.pointwise,
+            directions=self.directions,
+            reading=Reading(self.passages, self.held_out, self.rows, self.seed),
+            attention=self.attention,
+        )
 
     def fit(self, statistics: Statistics) -> AffineMapper:
         """Ridge, then keys from one reading of the passages, then values from another."""
@@ -125,35 +124,15 @@ class CacheLink(MapperMethod):
             relative_ridge=self.ridge,
             recolouring=Recolouring(),
             native_layers=anchors.native_depth(statistics.target),
+            planted_sinks=self.planted_sinks,
         )
-        mapper = replace(mapper, planted_sinks=self.planted_sinks)
         if self.key_metric:
             texts = statistics.observe(self.passages)
             metrics = query_metrics(mapper, texts, self.rows, self.seed)
             mapper = metric_keys(
                 statistics, mapper, metrics, ridge=self.ridge, floor=self.metric_floor
             )
-        if self.key_rank:
-            mapper = refit_keys(
-                statistics,
-                mapper,
-                self._reading,
-                directions=self.directions,
-                rank=self.key_rank,
-                steps=self.steps,
-                learning_rate=self.learning_rate,
-            )
-        if self.functional_values:
-            mapper = refit_values(
-                statistics,
-                mapper,
-                self._reading,
-                rank=self.directions,
-                pointwise=self.pointwise,
-                ridge=self.ridge,
-                attention=self.attention,
-            )
-        return mapper
+        return self._behaviour.apply(statistics, mapper, self.ridge)
 
 
 def query_metrics(

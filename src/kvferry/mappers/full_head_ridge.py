@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from kvferry.mappers.affine import AffineMapper
-from kvferry.mappers.anchors import AnchorReads, NativeLayers
+from kvferry.mappers.anchors import NativeLayers, OffersAnchors
 from kvferry.mappers.base import (
     MapperMethod,
     Recolouring,
@@ -21,7 +21,7 @@ from kvferry.mappers.tuning import fit_chosen
 
 
 @dataclass(frozen=True)
-class FullHeadRidge(MapperMethod):
+class FullHeadRidge(OffersAnchors, MapperMethod):
     """Ridge from all heads of the source layers that explain a target layer best.
 
     Args:
@@ -52,7 +52,6 @@ class FullHeadRidge(MapperMethod):
             {
                 **self._selector.rules("source_layers"),
                 **self._anchors.rules(),
-                "planted_sinks must lie in 0..8": 0 <= self.planted_sinks <= 8,
                 "ridge must be auto or at least 0": self.ridge == "auto" or self.ridge >= 0,
                 "ridge must be a number beside absolute_ridge": self.ridge != "auto"
                 or self.absolute_ridge is None,
@@ -61,14 +60,8 @@ class FullHeadRidge(MapperMethod):
         )
 
     @property
-    def _anchors(self) -> AnchorReads:
-        return AnchorReads(self.anchor_context, self.neighbours, self.native_layers)
-
-    @property
     def _selector(self) -> LayerSelector:
-        # Which count is best only fits with several can tell.
-        count = "all" if self.source_layers == "auto" else self.source_layers
-        return LayerSelector(self.selector, count)
+        return LayerSelector.starting(self.selector, self.source_layers)
 
     def fit(self, statistics: Statistics) -> AffineMapper:
         """Select layers, then one ridge solve for each distinct selection."""
@@ -76,12 +69,12 @@ class FullHeadRidge(MapperMethod):
             return fit_chosen(self, statistics)
         support = self._selector.support(statistics)
         anchors = self._anchors
-        mapper = fit_affine(
+        return fit_affine(
             statistics,
             {c: layer_reads(statistics, c, support, anchors) for c in COMPONENTS},
             relative_ridge=None if self.absolute_ridge is not None else self.ridge,
             absolute_ridge=self.absolute_ridge,
             recolouring=Recolouring(),
             native_layers=anchors.native_depth(statistics.target),
+            planted_sinks=self.planted_sinks,
         )
-        return replace(mapper, planted_sinks=self.planted_sinks)

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from kvferry.mappers.affine import AffineMapper
-from kvferry.mappers.anchors import AnchorReads, NativeLayers
-from kvferry.mappers.base import (
-    MapperMethod,
-    Statistics,
-    layer_reads,
-    require,
-)
-from kvferry.mappers.behaviour import BehaviouralCalibration, Pointwise, Reading
-from kvferry.mappers.layout import COMPONENTS
+from kvferry.mappers.anchors import NativeLayers
+from kvferry.mappers.base import require
+from kvferry.mappers.behaviour import Pointwise, Reading
+from kvferry.mappers.recoloured import RecolouredMethod
 from kvferry.mappers.selection import LayerCount, LayerSelector, Selector
-from kvferry.mappers.strength import Strength, fit_recoloured, strength_rules
-from kvferry.mappers.tuning import fit_chosen
+from kvferry.mappers.strength import Strength
 from kvferry.stats.recolour import Metric
 
 
 @dataclass(frozen=True)
-class HeteroFold(MapperMethod):
+class HeteroFold(RecolouredMethod):
     """Source layers at the same relative depth, ridge, recolouring, behavioural calibration.
 
     All heads are mapped to all heads, and every step folds into one affine map a layer.
@@ -71,22 +64,7 @@ class HeteroFold(MapperMethod):
     reference_url: ClassVar[str] = "https://arxiv.org/abs/2609.32259"
 
     def __post_init__(self) -> None:
-        require(
-            {
-                **self._selector.rules("window"),
-                **self._anchors.rules(),
-                **self._behaviour.rules(),
-                **strength_rules(
-                    recolour_keys=self.recolour_keys, recolour_values=self.recolour_values
-                ),
-                "planted_sinks must lie in 0..8": 0 <= self.planted_sinks <= 8,
-                "ridge must be auto or at least 0": self.ridge == "auto" or self.ridge >= 0,
-            }
-        )
-
-    @property
-    def _anchors(self) -> AnchorReads:
-        return AnchorReads(self.anchor_context, self.neighbours, self.native_layers)
+        require({**self._selector.rules("window"), **self._rules()})
 
     @property
     def _selector(self) -> LayerSelector:
@@ -95,36 +73,3 @@ class HeteroFold(MapperMethod):
     @property
     def _reading(self) -> Reading:
         return Reading(self.passages, self.held_out, self.rows, self.seed)
-
-    @property
-    def _behaviour(self) -> BehaviouralCalibration:
-        return BehaviouralCalibration(
-            keys_rank=self.behavioural_keys_rank,
-            steps=self.steps,
-            learning_rate=self.learning_rate,
-            values=self.behavioural_values,
-            pointwise=self.pointwise,
-            directions=self.directions,
-            reading=self._reading,
-        )
-
-    def fit(self, statistics: Statistics) -> AffineMapper:
-        """Layers of the same relative depth, ridge, recolouring; then keys, then values."""
-        if self.ridge == "auto":
-            plain = replace(self, behavioural_keys_rank=0, behavioural_values=False)
-            mapper = fit_chosen(plain, statistics)
-            return self._behaviour.apply(statistics, mapper, mapper.report["chosen_ridge"])
-        support = self._selector.support(statistics)
-        anchors = self._anchors
-        mapper = fit_recoloured(
-            statistics,
-            {c: layer_reads(statistics, c, support, anchors) for c in COMPONENTS},
-            ridge=self.ridge,
-            keys=self.recolour_keys,
-            values=self.recolour_values,
-            metric=self.recolour_metric,
-            native_layers=anchors.native_depth(statistics.target),
-            reading=self._reading,
-            planted_sinks=self.planted_sinks,
-        )
-        return self._behaviour.apply(statistics, mapper, self.ridge)

@@ -47,6 +47,11 @@ class LayerSelector:
     selector: Selector = "r2"
     count: LayerCount = "all"
 
+    @classmethod
+    def starting(cls, selector: Selector, count: LayerCount | Literal["auto"]) -> LayerSelector:
+        """The selector of a count that may be "auto": which is best only fits with several tell."""
+        return cls(selector, "all" if count == "auto" else count)
+
     def rules(self, field: str = "source_layers") -> dict[str, bool]:
         """What settings must be, and whether they are; ``field`` is the count's public name."""
         known = get_args(Selector)

@@ -58,14 +58,14 @@ def fit_recoloured(
     """
 
     def fit(recolouring: Recolouring) -> AffineMapper:
-        mapper = fit_affine(
+        return fit_affine(
             statistics,
             reads,
             relative_ridge=ridge,
             recolouring=recolouring,
             native_layers=native_layers,
+            planted_sinks=planted_sinks,
         )
-        return replace(mapper, planted_sinks=planted_sinks)
 
     if keys != "auto" and values != "auto":
         return fit(Recolouring(keys, values, metric))

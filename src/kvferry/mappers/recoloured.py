@@ -1,0 +1,89 @@
+"""What HeteroFold and anchored mapping share: ridge, recolouring, behavioural calibration."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import replace
+from typing import Any, Literal, cast
+
+from kvferry.mappers.affine import AffineMapper
+from kvferry.mappers.anchors import OffersAnchors
+from kvferry.mappers.base import MapperMethod, Statistics, layer_reads
+from kvferry.mappers.behaviour import BehaviouralCalibration, Pointwise, Reading
+from kvferry.mappers.layout import COMPONENTS
+from kvferry.mappers.selection import LayerSelector
+from kvferry.mappers.strength import Strength, fit_recoloured, strength_rules
+from kvferry.mappers.tuning import fit_chosen, undecided
+from kvferry.stats.recolour import Metric
+
+
+class RecolouredMethod(OffersAnchors, MapperMethod):
+    """A method whose settings name these steps; it adds how layers are chosen and its defaults."""
+
+    ridge: float | Literal["auto"]
+    recolour_metric: Metric
+    recolour_keys: Strength
+    recolour_values: Strength
+    behavioural_keys_rank: int
+    steps: int
+    learning_rate: float
+    behavioural_values: bool
+    pointwise: Pointwise
+    directions: int
+
+    @property
+    @abstractmethod
+    def _selector(self) -> LayerSelector:
+        """How source layers are found."""
+
+    @property
+    @abstractmethod
+    def _reading(self) -> Reading:
+        """The texts of behavioural calibration."""
+
+    @property
+    def _behaviour(self) -> BehaviouralCalibration:
+        return BehaviouralCalibration(
+            keys_rank=self.behavioural_keys_rank,
+            steps=self.steps,
+            learning_rate=self.learning_rate,
+            values=self.behavioural_values,
+            pointwise=self.pointwise,
+            directions=self.directions,
+            reading=self._reading,
+        )
+
+    def _rules(self) -> dict[str, bool]:
+        """What the settings of these steps must be, and whether they are."""
+        return {
+            **self._anchors.rules(),
+            "ridge must be auto or at least 0": self.ridge == "auto" or self.ridge >= 0,
+            **self._behaviour.rules(),
+            **strength_rules(
+                recolour_keys=self.recolour_keys, recolour_values=self.recolour_values
+            ),
+        }
+
+    def fit(self, statistics: Statistics) -> AffineMapper:
+        """Layers, ridge, recolouring; then keys, then values under those keys."""
+        if undecided(self):
+            plain = replace(cast(Any, self), behavioural_keys_rank=0, behavioural_values=False)
+            mapper = fit_chosen(plain, statistics)
+            ridge = mapper.report.get("chosen_ridge", self.ridge)
+        else:
+            mapper, ridge = self._recoloured(statistics), self.ridge
+        return self._behaviour.apply(statistics, mapper, float(ridge))
+
+    def _recoloured(self, statistics: Statistics) -> AffineMapper:
+        support, anchors = self._selector.support(statistics), self._anchors
+        return fit_recoloured(
+            statistics,
+            {c: layer_reads(statistics, c, support, anchors) for c in COMPONENTS},
+            ridge=float(self.ridge),
+            keys=self.recolour_keys,
+            values=self.recolour_values,
+            metric=self.recolour_metric,
+            native_layers=anchors.native_depth(statistics.target),
+            reading=self._reading,
+            planted_sinks=self.planted_sinks,
+        )
