@@ -18,7 +18,7 @@ from rich.table import Table
 
 from kvferry.app.corpora import load_corpora
 from kvferry.app.folder import load_config
-from kvferry.app.pipeline import load_handoff, load_reader
+from kvferry.app.models import load_handoff, load_reader
 from kvferry.evals.latency import LatencyBench
 from kvferry.lm.store import cache_root
 from kvferry.mappers.affine import AffineMapper

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvferry.app.asking import AskRequest
 from kvferry.app.documents import check_length
-from kvferry.app.pipeline import load_reader, product_dtype
+from kvferry.app.models import load_reader, product_dtype
 from kvferry.app.screen import AskScreen, Side
 from kvferry.handoff.handoff import Handoff
 from kvferry.lm.model import LanguageModel

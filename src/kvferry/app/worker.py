@@ -7,8 +7,8 @@ import sys
 import threading
 from pathlib import Path
 
+from kvferry.app.calibrate import collect_share
 from kvferry.app.folder import load_config
-from kvferry.app.pipeline import collect_share
 from kvferry.app.ranks import READY
 from kvferry.calibration.ranks import Rank
 from kvferry.errors import KVFerryError

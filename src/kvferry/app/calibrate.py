@@ -1,0 +1,95 @@
+"""Collect the calibration statistics of a run, alone or with further ranks."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytorch_lightning
+import torch
+
+from kvferry.app.corpora import load_corpora
+from kvferry.app.models import cache_folder, device_name, load_reader
+from kvferry.app.progress import Step, progress
+from kvferry.app.ranks import companions
+from kvferry.app.schema import RunConfig
+from kvferry.calibration.ranks import Rank
+from kvferry.calibration.reader import PairReader
+from kvferry.calibration.statistics import CalibrationPlan, collect_statistics, is_collected
+from kvferry.lm.store import cache_root
+from kvferry.mappers.base import MapperMethod, Statistics
+
+
+def calibrate(
+    cfg: RunConfig, folder: Path, reader: PairReader, method: MapperMethod, texts: Sequence[str]
+) -> Statistics:
+    """Moments of the calibration text, read by every rank, or nothing where no method asks."""
+    plan = _plan(cfg)
+    if not method.needs_moments:
+        return Statistics(
+            reader.source.geometry, reader.target.geometry, plan.layouts(reader), {}, None
+        )
+    count = 1 if is_collected(reader, texts, plan, _moments(cfg)) else _rank_count(cfg)
+    with (
+        companions(folder, count) as rank,
+        progress("read calibration text", len(texts)) as step,
+    ):
+        return _collect(cfg, reader, texts, rank, step)
+
+
+def collect_share(cfg: RunConfig, rank: Rank, ready: Callable[[], None]) -> None:
+    """What a further rank does: read its share of the calibration text with its own models.
+
+    Args:
+        ready: called when the models are loaded and the others may start.
+    """
+    reader = load_reader(cfg, rank.index)
+    texts = load_corpora(cfg, cache_root(cache_folder(cfg))).calibration
+    ready()
+    _collect(cfg, reader, texts, rank, lambda steps=1: None)
+
+
+def _collect(
+    cfg: RunConfig, reader: PairReader, texts: Sequence[str], rank: Rank | None, step: Step
+) -> Statistics:
+    return collect_statistics(
+        reader,
+        texts,
+        _plan(cfg),
+        _trainer(cfg, rank),
+        _moments(cfg),
+        batch_size=cfg.trainer.batch_size,
+        each=step,
+    )
+
+
+def _plan(cfg: RunConfig) -> CalibrationPlan:
+    return CalibrationPlan(passage_tokens=cfg.data.passage_tokens, seed=cfg.seed)
+
+
+def _moments(cfg: RunConfig) -> Path:
+    return cache_root(cache_folder(cfg)) / "moments"
+
+
+def _rank_count(cfg: RunConfig) -> int:
+    """Processes that calibrate together: one a device."""
+    if cfg.trainer.devices != "auto":
+        return cfg.trainer.devices
+    return torch.cuda.device_count() if device_name(cfg) == "cuda" else 1
+
+
+def _trainer(cfg: RunConfig, rank: Rank | None) -> pytorch_lightning.Trainer:
+    logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", module="pytorch_lightning")
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*")
+    return pytorch_lightning.Trainer(
+        accelerator=cfg.trainer.accelerator,
+        devices=1 if rank is None else rank.count,
+        strategy="auto" if rank is None else rank.strategy(),
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=False,
+    )
