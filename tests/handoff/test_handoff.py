@@ -8,9 +8,11 @@ import torch
 from kvferry.errors import ArtefactError, InputError
 from kvferry.handoff.handoff import Handoff
 from kvferry.lm.cache import cached_tokens, read_cache
+from kvferry.mappers.affine import AffineMapper
 from kvferry.mappers.anchored import Anchored
 from kvferry.mappers.controls import Identity
 from kvferry.mappers.full_head_ridge import FullHeadRidge
+from kvferry.mappers.layout import COMPONENTS
 from tests.matrix import METHODS, PAIRS
 from tests.pairs import reader_of, statistics_of, traces_of
 
@@ -96,6 +98,33 @@ def test_the_cache_holds_what_decoding_needs_and_no_more() -> None:
         assert keys.shape[2] == held
     assert mapped.provenance[0].mapped_tokens == total - 1
     assert set(mapped.milliseconds) == {"align_ms", "strip_ms", "map_ms", "build_ms", "tail_ms"}
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS, ids=lambda name: name)
+def test_the_native_prefix_is_run_over_no_more_than_its_windows(source: str, target: str) -> None:
+    """What is mapped and what is exact stay as if the target had run every token."""
+    reader = reader_of(source, target)
+    mapper = Anchored(native_layers=3).fit(statistics_of(source, target))
+    handoff = Handoff(reader, mapper)
+    tokens = traces_of(source, target, 1)[0].tokens
+    count = len(tokens.target_ids)
+    windows = [layer.window for layer in reader.target.geometry.layers[:3]]
+    needed = mapper.native_tokens(count)
+    assert (needed < count) == all(w is not None and 3 * (w - 1) < count for w in windows)
+    ids, mask = reader.source.batch([tokens.source_ids])
+    source_content = handoff.source_content(reader.source.prefill(ids, mask))
+    got = handoff.map_content(source_content, tokens)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AffineMapper, "native_tokens", lambda self, tokens: tokens)
+        whole = handoff.map_content(source_content, tokens)
+    for component in COMPONENTS:
+        for layer, x in getattr(whole, component).items():
+            assert float((getattr(got, component)[layer] - x).abs().max()) <= 1e-4
+    if needed < count:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(AffineMapper, "native_tokens", lambda self, tokens: needed - 8)
+            short = handoff.map_content(source_content, tokens)
+        assert float((short.keys[2] - whole.keys[2]).abs().max()) > 1e-3
 
 
 def test_a_target_token_that_straddles_the_boundary_belongs_to_the_suffix() -> None:

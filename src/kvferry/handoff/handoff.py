@@ -179,9 +179,12 @@ class Handoff:
         anchors = self.reader.anchors(ids)
         native = None
         if self.mapper.native_layers > 1:
-            batch, mask = target.batch([ids])
+            start = len(ids) - self.mapper.native_tokens(len(ids))
             native = target.native_prefix(
-                batch, mask, self.mapper.native_layers, self.mapper.product_dtype
+                *target.batch([ids[start:]]),
+                self.mapper.native_layers,
+                self.mapper.product_dtype,
+                first_position=start,
             )
         inputs = MapperInputs(
             source=source,
@@ -306,7 +309,9 @@ def pad_left(rows: Sequence[ContentKV]) -> ContentKV:
 
 @contextmanager
 def _clock(milliseconds: dict[str, float], step: str) -> Iterator[None]:
-    """Add the milliseconds of a step to ``milliseconds[step]``."""
+    """Add the milliseconds of a step to ``milliseconds[step]``, its work on a GPU included."""
     started = time.perf_counter()
     yield
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     milliseconds[step] = milliseconds.get(step, 0.0) + 1e3 * (time.perf_counter() - started)

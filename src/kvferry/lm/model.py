@@ -226,14 +226,16 @@ class LanguageModel:
         mask: Bool[Tensor, "batch tokens"],
         count: int,
         product_dtype: torch.dtype | None = None,
+        first_position: int = 0,
     ) -> ContentKV:
         """Position-free KV of the first ``count`` layers, running ``count - 1`` of them.
 
         Args:
             product_dtype: number format of matrix products and attention, where coarser than the
                 weights'; the KV is then as exact as that format.
+            first_position: of ``ids``, where the tokens before them are out of all windows.
         """
-        positions = positions_of(mask)
+        positions = positions_of(mask) + first_position
         coarse = product_dtype not in (None, torch.float32, self.dtype)
         with torch.autocast(self.device.type, product_dtype, enabled=coarse):
             raw = kv_cache.first_layers_kv(self.base, ids, _needed(mask), positions, count)

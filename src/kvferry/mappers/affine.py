@@ -13,7 +13,7 @@ from torch import Tensor
 from kvferry.lm.content import ContentKV
 from kvferry.lm.geometry import KVGeometry
 from kvferry.mappers.head_products import head_batches, head_rows
-from kvferry.mappers.inputs import MapperInputs, SourceCode
+from kvferry.mappers.inputs import PANEL_TOKENS, MapperInputs, SourceCode
 from kvferry.mappers.layout import (
     ALL_HEADS,
     COMPONENTS,
@@ -21,8 +21,6 @@ from kvferry.mappers.layout import (
     FeatureBlock,
     source_layers_read,
 )
-
-PANEL_TOKENS = 512
 
 
 @dataclass(frozen=True)
@@ -115,6 +113,25 @@ class AffineMapper:
             for layer in self.target.layers
         ]
 
+    def native_tokens(self, tokens: int) -> int:
+        """How many of the last of ``tokens`` the target must run for its native prefix.
+
+        Enough that each native layer is exact wherever it is read: windowed layers need no more
+        than their windows, one behind the other.
+        """
+        first = self.first_tokens(tokens)
+        wanted = [tokens - first[layer] for layer in range(self.native_layers)]
+        for group in self.groups:
+            rows = tokens - min(first[layer] for layer in group.target_layers)
+            for block in group.blocks:
+                if block.kind == "native":
+                    wanted[block.index] = max(wanted[block.index], rows)
+        needed = 0
+        for layer in range(self.native_layers - 1, 0, -1):
+            window = self.target.layers[layer - 1].window
+            needed = tokens if window is None else max(needed, wanted[layer]) + window - 1
+        return min(needed, tokens)
+
     def planted_places(self, layer: int, tokens: int) -> list[int]:
         """Among the tokens that a mapped layer holds of ``tokens``, those that give way to the
         target's prefix: none while it is still in view, or where the layer is native."""
@@ -142,8 +159,9 @@ class AffineMapper:
             exact = inputs.anchors if layer == 0 else inputs.native
             assert exact is not None, "the hand-off must run the native prefix of this mapper"
             for component in COMPONENTS:
-                whole = getattr(exact, component)[layer]
-                out[component][layer] = whole[:, :, first_tokens[layer] :]
+                last = getattr(exact, component)[layer]
+                missing = inputs.tokens - last.shape[2]
+                out[component][layer] = last[:, :, first_tokens[layer] - missing :]
         return ContentKV(
             keys=out["keys"],
             values=out["values"],

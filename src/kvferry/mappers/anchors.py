@@ -59,10 +59,14 @@ class AnchorReads:
             return self.native_layers
         return max(1, round(AUTO_NATIVE_SHARE * len(target.layers)))
 
-    def blocks(self, layout: FeatureLayout, target: KVGeometry) -> tuple[FeatureBlock, ...]:
-        """Input blocks of ``layout`` that are read, in its order.
+    def blocks(
+        self, layout: FeatureLayout, target: KVGeometry, layer: int
+    ) -> tuple[FeatureBlock, ...]:
+        """Input blocks of ``layout`` that target ``layer`` reads, in the layout's order.
 
-        Native layers are all exact; maps read those of them that calibration has collected.
+        Native layers are all exact; maps read those of them that calibration has collected. A
+        windowed native layer is read by layers with no longer a window alone: the target then runs
+        it over that window, however long the context.
 
         Raises:
             ConfigurationError: more predecessors than calibration has collected.
@@ -75,10 +79,9 @@ class AnchorReads:
                 expected=f"at most {known}",
                 fix=f"set mapper.anchor_context={known}",
             )
-        native = self.native_depth(target)
-        return tuple(block for block in layout.blocks if self._reads(block, native))
+        return tuple(block for block in layout.blocks if self._reads(block, target, layer))
 
-    def _reads(self, block: FeatureBlock, native: int) -> bool:
+    def _reads(self, block: FeatureBlock, target: KVGeometry, layer: int) -> bool:
         match block.kind:
             case "source":
                 return False
@@ -87,7 +90,9 @@ class AnchorReads:
             case "anchor":
                 return block.index <= self.context
             case "native":
-                return block.index < native
+                native, reader = target.layers[block.index].window, target.layers[layer].window
+                reached = native is None or (reader is not None and reader <= native)
+                return reached and block.index < self.native_depth(target)
 
 
 class OffersAnchors:

@@ -135,8 +135,11 @@ def layer_reads(
 ) -> list[tuple[FeatureBlock, ...]]:
     """By target layer, the source blocks of its supported layers and those of ``anchors``."""
     layout = statistics.layouts[component]
-    blocks, extra = layout.of_kind("source"), anchors.blocks(layout, statistics.target)
-    return [(*(blocks[layer] for layer in layers), *extra) for layers in support.layers]
+    blocks = layout.of_kind("source")
+    return [
+        (*(blocks[source] for source in layers), *anchors.blocks(layout, statistics.target, layer))
+        for layer, layers in enumerate(support.layers)
+    ]
 
 
 def fit_affine(

@@ -12,13 +12,11 @@ from torch import Tensor
 
 from kvferry.lm.geometry import KVGeometry
 from kvferry.mappers.head_panel import fill_head_panel
-from kvferry.mappers.inputs import MapperInputs
+from kvferry.mappers.inputs import PANEL_TOKENS, MapperInputs
 from kvferry.mappers.layout import ALL_HEADS, Component, FeatureBlock
 
 if TYPE_CHECKING:
     from kvferry.mappers.affine import AffineGroup
-
-PANEL_TOKENS = 512
 
 
 @dataclass(frozen=True)

@@ -34,14 +34,17 @@ class HeadLocalSupport:
     ) -> list[list[tuple[FeatureBlock, ...]]]:
         """By target layer and head: its source head in the layers read, and whole anchors."""
         layout = statistics.layouts[component]
-        blocks, extra = layout.of_kind("source"), anchors.blocks(layout, statistics.target)
-        count = kv_heads(statistics.source)
+        blocks, count = layout.of_kind("source"), kv_heads(statistics.source)
+        extra = [
+            anchors.blocks(layout, statistics.target, layer)
+            for layer in range(len(self.layers.layers))
+        ]
         return [
             [
-                (*(blocks[layer].of_head(source, count) for layer in layers), *extra)
+                (*(blocks[layer].of_head(source, count) for layer in layers), *whole)
                 for source in self.heads.sources
             ]
-            for layers in self.layers.layers
+            for layers, whole in zip(self.layers.layers, extra, strict=True)
         ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
 import torch
 from jaxtyping import Float, Int64
@@ -12,6 +13,8 @@ from torch import Tensor
 from kvferry.align.tokens import TokenAlignment
 from kvferry.lm.content import ContentKV
 from kvferry.mappers.layout import ALL_HEADS, Component, FeatureBlock
+
+PANEL_TOKENS = 512
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,8 @@ class MapperInputs:
         source: content of the source at its own tokens, at least of the layers that are read.
         alignment: source tokens of each target token of the context, prefix included.
         anchors: the target's layer-0 content of the same target tokens: free, and exact.
-        native: exact content of the target's first layers, where it ran them.
+        native: exact content of the target's first layers, where it ran them; of the last tokens
+            alone, where no more is read.
         code: projections of the source code, if the mapper has one.
     """
 
@@ -84,14 +88,17 @@ class MapperInputs:
         for block in blocks:
             here = slice(column, column + block.width)
             features = self._block(block, start, stop)
+            place = out[:, here].view_as(features)
             if mean is None:
-                out[:, here] = features
+                place.copy_(features)
             else:
-                torch.sub(features.float(), mean[here], out=out[:, here])
+                centre = mean[here].view(features.shape[1:])
+                torch.sub(features.float(), centre, out=place)
             column += block.width
         return out
 
     def _block(self, block: FeatureBlock, start: int, stop: int) -> Tensor:
+        """``[rows, features]``, or ``[rows, heads, dim]`` without having moved them together."""
         match block.kind:
             case "source":
                 return self._aligned(_component(self.source, block), start, stop)
@@ -100,18 +107,21 @@ class MapperInputs:
             case "anchor":
                 back = torch.arange(start, stop, device=self.source.mask.device) - block.index
                 anchors = _component(self.anchors, block, layer=0)
-                return _flat(anchors[:, :, back.clamp(min=0)])
+                return _token_rows(anchors[:, :, back.clamp(min=0)])
             case "native":
                 assert self.native is not None, "layout asks for a native prefix that nobody ran"
-                return _flat(_component(self.native, block)[:, :, start:stop])
+                native = _component(self.native, block)
+                missing = self.tokens - native.shape[2]
+                return _token_rows(native[:, :, start - missing : stop - missing])
 
     def _aligned(self, x: Tensor, start: int, stop: int) -> Tensor:
         """Read at the aligned source tokens without first copying the whole source."""
         alignment = self.alignment
         index = alignment.indices[start:stop]
         if alignment.reads == 1:
-            return _flat(x[:, :, index[:, 0]])
-        gathered = torch.stack([_flat(x[:, :, column]) for column in index.T], dim=1)
+            return _token_rows(x[:, :, index[:, 0]])
+        read = [_token_rows(x[:, :, column]).flatten(1) for column in index.T]
+        gathered = torch.stack(read, dim=1)
         if alignment.combine == "concatenate":
             return gathered.flatten(1)
         return (gathered * alignment.weights[start:stop, :, None]).sum(dim=1)
@@ -123,11 +133,28 @@ class MapperInputs:
     def _code(self, component: Component) -> Float[Tensor, "source code"]:
         if component not in self._codes:
             assert self.code is not None, "layout asks for a code that the mapper lacks"
-            content = getattr(self.source, component)
-            flat = torch.cat([_flat(content[layer]) for layer in sorted(content)], dim=1)
-            projection = self.code.projection[component]
-            self._codes[component] = (flat.to(projection.dtype) @ projection).float()
+            content: dict[int, Tensor] = getattr(self.source, component)
+            layers = [content[layer] for layer in sorted(content)]
+            self._codes[component] = _project(layers, self.code.projection[component])
         return self._codes[component]
+
+
+def _project(
+    layers: Sequence[Float[Tensor, "1 heads tokens dim"]],
+    projection: Float[Tensor, "features code"],
+) -> Float[Tensor, "tokens code"]:
+    """All layers side by side times ``projection``, a panel of tokens at a time."""
+    tokens = layers[0].shape[2]
+    out = torch.empty(tokens, projection.shape[1], device=projection.device)
+    panel = projection.new_empty(min(PANEL_TOKENS, tokens), projection.shape[0])
+    edges = [0, *accumulate(x.shape[1] * x.shape[3] for x in layers)]
+    for low in range(0, tokens, PANEL_TOKENS):
+        rows = panel[: min(PANEL_TOKENS, tokens - low)]
+        for x, (start, stop) in zip(layers, pairwise(edges), strict=True):
+            here = _token_rows(x[:, :, low : low + len(rows)])
+            rows[:, start:stop].view_as(here).copy_(here)
+        out[low : low + len(rows)] = rows @ projection
+    return out
 
 
 def _component(content: ContentKV, block: FeatureBlock, layer: int | None = None) -> Tensor:
@@ -136,8 +163,8 @@ def _component(content: ContentKV, block: FeatureBlock, layer: int | None = None
     return whole if block.head == ALL_HEADS else whole[:, block.head : block.head + 1]
 
 
-def _flat(
+def _token_rows(
     x: Float[Tensor, "1 heads tokens dim"],
-) -> Float[Tensor, "tokens features"]:
-    """Heads side by side, one row a token."""
-    return x[0].transpose(0, 1).flatten(1)
+) -> Float[Tensor, "tokens heads dim"]:
+    """The heads of each token beside each other: a view."""
+    return x[0].transpose(0, 1)
