@@ -33,7 +33,7 @@ from kvferry.lm.geometry import KVGeometry
 from kvferry.lm.miniature_tokenizer import train_tokenizer
 from kvferry.lm.model import LanguageModel, Prefill
 from kvferry.lm.pico import RECIPES
-from kvferry.mappers import affine
+from kvferry.mappers import inputs
 from kvferry.mappers.affine import AffineGroup, AffineMapper
 from kvferry.mappers.anchors import AnchorReads
 from kvferry.mappers.base import Statistics, layer_reads
@@ -206,14 +206,14 @@ def random_group(
     blocks: tuple[FeatureBlock, ...],
 ) -> AffineGroup:
     """Weights that keep the size of what they read."""
-    inputs = sum(block.width for block in blocks)
+    features = sum(block.width for block in blocks)
     outputs = sum(target.layers[layer].width for layer in layers)
     return AffineGroup(
         component=component,
         target_layers=tuple(layers),
         blocks=blocks,
-        weight=torch.randn(inputs, outputs, dtype=DTYPE).mul_(inputs**-0.5),
-        input_mean=torch.zeros(inputs),
+        weight=torch.randn(features, outputs, dtype=DTYPE).mul_(features**-0.5),
+        input_mean=torch.zeros(features),
         output_mean=torch.zeros(outputs),
     )
 
@@ -325,7 +325,7 @@ class Bench:
         for number in range(self.warmup + self.repeats):
             native_ms.append(timed(device, lambda: native_prefill(target, target_ids))[0])
             for case in cases:
-                affine.PANEL_TOKENS = case[1]
+                inputs.PANEL_TOKENS = case[1]
                 with peak_memory(device) as peak:
                     taken, mapped = hand_over(self.handoffs[case[0]], prefill, pair)
                 mapped_peaks[case] = peak[0]
@@ -430,7 +430,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--source", choices=MODELS, default="llama3_1_8b")
     parser.add_argument("--target", choices=MODELS, default="ministral3_14b")
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192, 32768])
-    parser.add_argument("--panel", type=int, nargs="+", default=[affine.PANEL_TOKENS])
+    parser.add_argument("--panel", type=int, nargs="+", default=[inputs.PANEL_TOKENS])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvferry.lm.content import ContentKV
 from kvferry.lm.geometry import KVGeometry
 from kvferry.mappers.head_products import head_batches, head_rows
-from kvferry.mappers.inputs import PANEL_TOKENS, MapperInputs, SourceCode
+from kvferry.mappers.inputs import MapperInputs, SourceCode, token_panels
 from kvferry.mappers.layout import (
     ALL_HEADS,
     COMPONENTS,
@@ -205,12 +205,12 @@ class AffineMapper:
             torch.empty(inputs.tokens - start, g.output_mean.numel(), device=device)
             for g, start in zip(groups, starts, strict=True)
         ]
-        longest = min(PANEL_TOKENS, inputs.tokens - min(starts))
+        panels = token_panels(min(starts), inputs.tokens)
+        longest = max(high - low for low, high in panels)
         mean = groups[0].input_mean
         # One buffer for all panels: fresh pages would cost as much as filling them.
         panel = torch.empty(longest, mean.numel(), dtype=self.product_dtype, device=device)
-        for low in range(min(starts), inputs.tokens, PANEL_TOKENS):
-            high = min(low + PANEL_TOKENS, inputs.tokens)
+        for low, high in panels:
             buffer = panel[: high - low]
             rows = inputs.rows(groups[0].blocks, low, high, mean=mean, out=buffer)
             for group, start, result in zip(groups, starts, results, strict=True):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvferry.lm.geometry import KVGeometry
 from kvferry.mappers.head_panel import fill_head_panel
-from kvferry.mappers.inputs import PANEL_TOKENS, MapperInputs
+from kvferry.mappers.inputs import MapperInputs, token_panels
 from kvferry.mappers.layout import ALL_HEADS, Component, FeatureBlock
 
 if TYPE_CHECKING:
@@ -52,11 +52,10 @@ class HeadBatch:
         even = len({weight.shape[1] for weight in weights}) == 1
         stacked = torch.stack(weights) if even else None
         reads = [same[0].blocks for same in self.groups]
-        buffer = torch.empty(
-            len(reads), min(PANEL_TOKENS, rows), mean.shape[1], dtype=dtype, device=device
-        )
-        for low in range(0, rows, PANEL_TOKENS):
-            high = min(low + PANEL_TOKENS, rows)
+        panels = token_panels(0, rows)
+        longest = max(high - low for low, high in panels)
+        buffer = torch.empty(len(reads), longest, mean.shape[1], dtype=dtype, device=device)
+        for low, high in panels:
             panel = buffer[:, : high - low]
             fill_head_panel(inputs, reads, self.start + low, self.start + high, mean, panel)
             products: Sequence[Tensor] = (

@@ -14,7 +14,7 @@ from kvferry.align.tokens import TokenAlignment
 from kvferry.lm.content import ContentKV
 from kvferry.mappers.layout import ALL_HEADS, Component, FeatureBlock
 
-PANEL_TOKENS = 512
+PANEL_TOKENS = 1024
 
 
 @dataclass(frozen=True)
@@ -139,6 +139,14 @@ class MapperInputs:
         return self._codes[component]
 
 
+def token_panels(start: int, stop: int) -> list[tuple[int, int]]:
+    """Ranges of at most ``PANEL_TOKENS``, all about as long: a short last one costs a whole read
+    of the weights."""
+    count = max(1, -(-(stop - start) // PANEL_TOKENS))
+    edges = [start + (stop - start) * i // count for i in range(count + 1)]
+    return list(pairwise(edges))
+
+
 def _project(
     layers: Sequence[Float[Tensor, "1 heads tokens dim"]],
     projection: Float[Tensor, "features code"],
@@ -146,14 +154,16 @@ def _project(
     """All layers side by side times ``projection``, a panel of tokens at a time."""
     tokens = layers[0].shape[2]
     out = torch.empty(tokens, projection.shape[1], device=projection.device)
-    panel = projection.new_empty(min(PANEL_TOKENS, tokens), projection.shape[0])
+    panels = token_panels(0, tokens)
+    longest = max(high - low for low, high in panels)
+    panel = projection.new_empty(longest, projection.shape[0])
     edges = [0, *accumulate(x.shape[1] * x.shape[3] for x in layers)]
-    for low in range(0, tokens, PANEL_TOKENS):
-        rows = panel[: min(PANEL_TOKENS, tokens - low)]
+    for low, high in panels:
+        rows = panel[: high - low]
         for x, (start, stop) in zip(layers, pairwise(edges), strict=True):
-            here = _token_rows(x[:, :, low : low + len(rows)])
+            here = _token_rows(x[:, :, low:high])
             rows[:, start:stop].view_as(here).copy_(here)
-        out[low : low + len(rows)] = rows @ projection
+        out[low:high] = rows @ projection
     return out
 
 
