@@ -29,6 +29,7 @@ from kvferry.align.layers import LayerSupport, all_layers, relative_depth
 from kvferry.align.tokens import TokenAlignment
 from kvferry.calibration.reader import PairReader, TokenPair
 from kvferry.handoff.handoff import Handoff, MappedCache
+from kvferry.lm.device import synchronize
 from kvferry.lm.geometry import KVGeometry
 from kvferry.lm.miniature_tokenizer import train_tokenizer
 from kvferry.lm.model import LanguageModel, Prefill
@@ -240,12 +241,6 @@ def timed(device: torch.device, call: Callable[[], Result]) -> tuple[float, Resu
     result = call()
     synchronize(device)
     return 1e3 * (time.perf_counter() - started), result
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until a GPU has done all that it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import psutil  # type: ignore[import-untyped]
 import torch
 
 from kvferry.handoff.handoff import Handoff
+from kvferry.lm.device import synchronize
 from kvferry.lm.model import LanguageModel, Prefill
 
 SAMPLE_SECONDS = 0.005
@@ -122,8 +123,7 @@ def affordable_lengths(handoff: Handoff, wanted: Sequence[int], available: int) 
 
 
 def _now(model: LanguageModel) -> float:
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)
+    synchronize(model.device)
     return 1e3 * time.perf_counter()
 
 

@@ -20,6 +20,7 @@ from kvferry.errors import ArtefactError, InputError
 from kvferry.handoff.origins import load_pair
 from kvferry.handoff.provenance import Provenance
 from kvferry.lm.content import ContentKV
+from kvferry.lm.device import synchronize
 from kvferry.lm.model import LanguageModel, Prefill
 from kvferry.mappers.affine import AffineMapper
 from kvferry.mappers.hub import MapperArtefact
@@ -149,15 +150,16 @@ class Handoff:
             ArtefactError: the source cache has lost tokens.
         """
         clock: dict[str, float] = {}
-        with _clock(clock, "align_ms"):
+        source, target = self.reader.source.device, self.reader.target.device
+        with _clock(clock, "align_ms", target):
             rows = [self._split(ids, suffix) for ids in self._row_ids(prefill)]
-        with _clock(clock, "strip_ms"):
+        with _clock(clock, "strip_ms", source):
             content = self.source_content(prefill)
         mapped = []
         for index, (tokens, _) in enumerate(rows):
             start = content.tokens - len(tokens.source_ids)
             row = content.select_row(index).slice_tokens(start, content.tokens)
-            with _clock(clock, "map_ms"):
+            with _clock(clock, "map_ms", target):
                 tail = self._tail(tokens, native_tail)
                 mapped.append(self.map_content(row, tokens, tail))
         out = self.finish(mapped, [tokens for tokens, _ in rows], clock)
@@ -203,12 +205,12 @@ class Handoff:
         """Rotate, batch with left padding, build the cache and run the native tails."""
         clock = {} if clock is None else clock
         target = self.reader.target
-        with _clock(clock, "build_ms"):
+        with _clock(clock, "build_ms", target.device):
             content = pad_left(mapped)
             cache = target.cache_from(content)
         tails = [t.target_ids[c.tokens :] for t, c in zip(tokens, mapped, strict=True)]
         mask = content.mask
-        with _clock(clock, "tail_ms"):
+        with _clock(clock, "tail_ms", target.device):
             if tails[0]:
                 ids = torch.tensor(tails, device=mask.device)
                 target.extend(cache, ids, mask, keep_logits=1)
@@ -308,10 +310,9 @@ def pad_left(rows: Sequence[ContentKV]) -> ContentKV:
 
 
 @contextmanager
-def _clock(milliseconds: dict[str, float], step: str) -> Iterator[None]:
-    """Add the milliseconds of a step to ``milliseconds[step]``, its work on a GPU included."""
+def _clock(milliseconds: dict[str, float], step: str, device: torch.device) -> Iterator[None]:
+    """Add the milliseconds of a step to ``milliseconds[step]``, its work on ``device`` included."""
     started = time.perf_counter()
     yield
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    synchronize(device)
     milliseconds[step] = milliseconds.get(step, 0.0) + 1e3 * (time.perf_counter() - started)

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvferry.lm.content import ContentKV
 from kvferry.lm.geometry import KVGeometry
 from kvferry.mappers.head_products import head_batches, head_rows
-from kvferry.mappers.inputs import MapperInputs, SourceCode, token_panels
+from kvferry.mappers.inputs import MapperInputs, SourceCode, longest_panel, token_panels
 from kvferry.mappers.layout import (
     ALL_HEADS,
     COMPONENTS,
@@ -206,10 +206,11 @@ class AffineMapper:
             for g, start in zip(groups, starts, strict=True)
         ]
         panels = token_panels(min(starts), inputs.tokens)
-        longest = max(high - low for low, high in panels)
         mean = groups[0].input_mean
         # One buffer for all panels: fresh pages would cost as much as filling them.
-        panel = torch.empty(longest, mean.numel(), dtype=self.product_dtype, device=device)
+        panel = torch.empty(
+            longest_panel(panels), mean.numel(), dtype=self.product_dtype, device=device
+        )
         for low, high in panels:
             buffer = panel[: high - low]
             rows = inputs.rows(groups[0].blocks, low, high, mean=mean, out=buffer)

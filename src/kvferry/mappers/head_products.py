@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvferry.lm.geometry import KVGeometry
 from kvferry.mappers.head_panel import fill_head_panel
-from kvferry.mappers.inputs import MapperInputs, token_panels
+from kvferry.mappers.inputs import MapperInputs, longest_panel, token_panels
 from kvferry.mappers.layout import ALL_HEADS, Component, FeatureBlock
 
 if TYPE_CHECKING:
@@ -53,8 +53,9 @@ class HeadBatch:
         stacked = torch.stack(weights) if even else None
         reads = [same[0].blocks for same in self.groups]
         panels = token_panels(0, rows)
-        longest = max(high - low for low, high in panels)
-        buffer = torch.empty(len(reads), longest, mean.shape[1], dtype=dtype, device=device)
+        buffer = torch.empty(
+            len(reads), longest_panel(panels), mean.shape[1], dtype=dtype, device=device
+        )
         for low, high in panels:
             panel = buffer[:, : high - low]
             fill_head_panel(inputs, reads, self.start + low, self.start + high, mean, panel)

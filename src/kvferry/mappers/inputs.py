@@ -147,6 +147,11 @@ def token_panels(start: int, stop: int) -> list[tuple[int, int]]:
     return list(pairwise(edges))
 
 
+def longest_panel(panels: Sequence[tuple[int, int]]) -> int:
+    """Rows of a buffer that serves every panel."""
+    return max(stop - start for start, stop in panels)
+
+
 def _project(
     layers: Sequence[Float[Tensor, "1 heads tokens dim"]],
     projection: Float[Tensor, "features code"],
@@ -155,8 +160,7 @@ def _project(
     tokens = layers[0].shape[2]
     out = torch.empty(tokens, projection.shape[1], device=projection.device)
     panels = token_panels(0, tokens)
-    longest = max(high - low for low, high in panels)
-    panel = projection.new_empty(longest, projection.shape[0])
+    panel = projection.new_empty(longest_panel(panels), projection.shape[0])
     edges = [0, *accumulate(x.shape[1] * x.shape[3] for x in layers)]
     for low, high in panels:
         rows = panel[: high - low]
