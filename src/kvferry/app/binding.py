@@ -157,6 +157,8 @@ def _convert(
     if hint is Any:
         return value
     convert = _SCALARS.get(hint)
+    if convert is None and isinstance(hint, type) and isinstance(value, hint):
+        return value
     if convert is None:
         raise TypeError(f"{key}: the schema uses a type that cannot be bound: {hint!r}")
     converted = convert(value)

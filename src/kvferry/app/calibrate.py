@@ -81,9 +81,7 @@ def _rank_count(cfg: RunConfig) -> int:
 
 
 def _trainer(cfg: RunConfig, rank: Rank | None) -> pytorch_lightning.Trainer:
-    logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", module="pytorch_lightning")
-    warnings.filterwarnings("ignore", message=".*LeafSpec.*")
+    quiet_lightning()
     return pytorch_lightning.Trainer(
         accelerator=cfg.trainer.accelerator,
         devices=1 if rank is None else rank.count,
@@ -93,3 +91,10 @@ def _trainer(cfg: RunConfig, rank: Rank | None) -> pytorch_lightning.Trainer:
         enable_model_summary=False,
         enable_progress_bar=False,
     )
+
+
+def quiet_lightning() -> None:
+    """Keep advice about loaders and loggers off the screen: it does not apply here."""
+    logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", module="pytorch_lightning")
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*")

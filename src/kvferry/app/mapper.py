@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+from collections.abc import Mapping
 from typing import Any
 
 from kvferry.app.binding import Mistake, bind, did_you_mean
@@ -28,19 +29,36 @@ def build_mapper(config: MapperConfig) -> Any:
     return mapper
 
 
-def bind_mapper(config: MapperConfig, mistakes: list[Mistake]) -> Any:
-    """Like `build_mapper`, but collects mistakes; imports the class, and with it PyTorch."""
+def bind_mapper(config: MapperConfig, mistakes: list[Mistake], where: str = "mapper") -> Any:
+    """Like `build_mapper`, but collects mistakes; imports the class, and with it PyTorch.
+
+    A setting that is a group with a `_target_` of its own is a mapper inside this one.
+    """
     module_name, _, class_name = config.target.rpartition(".")
     try:
         module = importlib.import_module(module_name)
     except (ImportError, ValueError) as error:
-        mistakes.append(Mistake("mapper._target_", f"{config.target} cannot be imported: {error}"))
+        mistakes.append(
+            Mistake(f"{where}._target_", f"{config.target} cannot be imported: {error}")
+        )
         return None
     cls = getattr(module, class_name, None)
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
         hint = did_you_mean(class_name, [n for n in vars(module) if not n.startswith("_")])
         mistakes.append(
-            Mistake("mapper._target_", f"{module_name} has no mapper class {class_name}.{hint}")
+            Mistake(f"{where}._target_", f"{module_name} has no mapper class {class_name}.{hint}")
         )
         return None
-    return bind(cls, config.options, mistakes, where="mapper")
+    before = len(mistakes)
+    options = {
+        key: _inner(value, mistakes, f"{where}.{key}") for key, value in config.options.items()
+    }
+    return bind(cls, options, mistakes, where=where) if len(mistakes) == before else None
+
+
+def _inner(value: Any, mistakes: list[Mistake], where: str) -> Any:
+    if not isinstance(value, Mapping) or "_target_" not in value:
+        return value
+    options = {k: v for k, v in value.items() if k not in ("_target_", "name")}
+    inner = MapperConfig(str(value.get("name", "")), str(value["_target_"]), options)
+    return bind_mapper(inner, mistakes, where)

@@ -24,6 +24,7 @@ from kvferry.app.mapper import build_mapper
 from kvferry.app.models import cache_folder, git_commit, load_handoff, load_reader
 from kvferry.app.progress import progress
 from kvferry.app.schema import RunConfig
+from kvferry.app.training import learner
 from kvferry.calibration.replay import TextReplay
 from kvferry.calibration.trace_store import TraceStore
 from kvferry.evals.contexts import ContextShape, EvalContext, read_context
@@ -65,7 +66,8 @@ def fit(cfg: RunConfig, folder: Path, log: RunLogger) -> None:
     replay = TextReplay(
         reader, corpora.replayed(cfg.eval), cfg.data.passage_tokens, statistics.code, progress
     )
-    statistics = replace(statistics, replay=replay, watch=progress)
+    learn = learner(cfg, folder, reader, corpora, statistics, log)
+    statistics = replace(statistics, replay=replay, watch=progress, learn=learn)
     collected = time.perf_counter()
     mapper = method.fit(statistics)
     fitted = time.perf_counter()

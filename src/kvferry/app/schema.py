@@ -121,6 +121,12 @@ class TrainerConfig:
         map_dtype: number format of the mapper's products at hand-off; "auto" takes bfloat16 where
             the machine multiplies it faster.
         batch_size: passages that are read at once.
+        training_precision: of mappers that learn; "auto" takes bf16-mixed where `map_dtype` is
+            bfloat16 and the models are float32.
+        gradient_clip: largest norm of a gradient; 0 clips nothing.
+        gradient_checkpointing: run the target again in the backward pass, row by row, and keep
+            nothing of the forward one: less memory, a third more time.
+        ema: decay of an average of the weights, which is then what is kept; 0 averages nothing.
     """
 
     accelerator: Literal["auto", "cpu", "gpu"]
@@ -129,6 +135,10 @@ class TrainerConfig:
     model_dtype: Precision = "float32"
     map_dtype: Precision | Literal["auto"] = "auto"
     batch_size: Positive = 1
+    training_precision: Literal["auto", "32-true", "bf16-mixed", "bf16-true"] = "auto"
+    gradient_clip: Annotated[float, Range(0)] = 1.0
+    gradient_checkpointing: bool = False
+    ema: Annotated[float, Range(0, 1)] = 0.0
 
 
 @dataclass(frozen=True)

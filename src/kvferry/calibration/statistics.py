@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -18,6 +15,7 @@ from pytorch_lightning import LightningModule, Trainer
 from torch.utils.data import DataLoader, IterableDataset
 
 from kvferry.calibration.code import fit_source_code
+from kvferry.calibration.interruption import interruptible
 from kvferry.calibration.moments_store import Collection, MomentsStore
 from kvferry.calibration.reader import PairReader, PairTrace, TokenPair
 from kvferry.calibration.shares import Share, shares
@@ -293,27 +291,12 @@ def _collect(
 
 
 def _read(module: MomentsModule, trainer: Trainer) -> None:
-    with _interruptible(trainer):
+    with interruptible(trainer):
         trainer.predict(module, return_predictions=False)
 
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-@contextmanager
-def _interruptible(trainer: Trainer) -> Iterator[None]:
-    """Ctrl-C arrives as KeyboardInterrupt: Lightning would exit, with ctrl-C switched off."""
-    handler = signal.getsignal(signal.SIGINT)
-    try:
-        yield
-    except SystemExit as stop:
-        if not trainer.interrupted:
-            raise
-        raise KeyboardInterrupt from stop
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, handler)
 
 
 def mostly_shared(pairs: Sequence[TokenPair]) -> bool:

@@ -14,25 +14,31 @@ from torch import Tensor
 from kvferry.calibration.reader import PairReader, PairTrace, TokenPair
 from kvferry.lm.cache_limit import touch
 from kvferry.lm.content import ContentKV
+from kvferry.lm.model import LanguageModel
 from kvferry.lm.store import new_file
 from kvferry.mappers.layout import COMPONENTS
 
+SEAL = "sha256"
+
 
 class TraceStore:
-    """One safetensors file a text, in the number format of the models.
+    """One safetensors file a text, with a digest of its tensors.
 
     Args:
         folder: where traces lie; one folder a pair of models.
+        dtype: number format on disk; that of the models by default.
     """
 
-    def __init__(self, folder: Path, reader: PairReader) -> None:
+    def __init__(self, folder: Path, reader: PairReader, dtype: torch.dtype | None = None) -> None:
         models = [
             (model.revision, model.geometry.fingerprint(), model.tokenizer_hash, str(model.dtype))
             for model in (reader.source, reader.target)
         ]
-        key = hashlib.sha256(json.dumps(models).encode()).hexdigest()[:16]
+        stored = [] if dtype is None else [str(dtype)]
+        key = hashlib.sha256(json.dumps([*models, *stored]).encode()).hexdigest()[:16]
         self.folder = folder / key
         self.reader = reader
+        self.dtype = dtype
 
     def read(self, tokens: TokenPair) -> PairTrace:
         """The trace of a text, from disk where it is whole, else from both models.
@@ -42,18 +48,38 @@ class TraceStore:
         """
         path = self.folder / f"{_digest(tokens)}.safetensors"
         try:
-            stored = load_file(path, device=str(self.reader.target.device))
-            touch(path)
-            return PairTrace(tokens, _content(stored, "source"), _content(stored, "target"))
+            trace = self._load(path, tokens)
         except (FileNotFoundError, SafetensorError, KeyError):
-            (trace,) = self.reader.read([tokens])
-            self._write(path, trace)
-            return trace
+            self._write(path, self.reader.read([tokens])[0])
+            trace = self._load(path, tokens)
+        touch(path)
+        return trace
+
+    def _load(self, path: Path, tokens: TokenPair) -> PairTrace:
+        stored = load_file(path)
+        if not torch.equal(stored.pop(SEAL), _seal(stored)):
+            raise KeyError(f"{path} is not what was written")
+        source, target = (
+            _content(stored, side, model)
+            for side, model in (("source", self.reader.source), ("target", self.reader.target))
+        )
+        return PairTrace(tokens, source, target)
 
     def _write(self, path: Path, trace: PairTrace) -> None:
         tensors = {**_tensors(trace.source, "source"), **_tensors(trace.target, "target")}
+        if self.dtype is not None:
+            tensors = {name: x.to(self.dtype) for name, x in tensors.items()}
+        tensors = {name: x.cpu() for name, x in tensors.items()}
         with new_file(path) as temporary:
-            save_file(tensors, temporary)
+            save_file({**tensors, SEAL: _seal(tensors)}, temporary)
+
+
+def _seal(tensors: dict[str, Tensor]) -> Tensor:
+    """sha256 of all tensors, as bytes: a trace that was damaged on disk is read again."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(tensors[name].contiguous().view(torch.uint8).numpy().data)
+    return torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
 
 
 def _digest(tokens: TokenPair) -> str:
@@ -69,11 +95,11 @@ def _tensors(content: ContentKV, side: str) -> dict[str, Tensor]:
     }
 
 
-def _content(stored: dict[str, Tensor], side: str) -> ContentKV:
+def _content(stored: dict[str, Tensor], side: str, model: LanguageModel) -> ContentKV:
     def layers(component: str) -> dict[int, Tensor]:
         prefix = f"{side}.{component}."
         names = sorted((n for n in stored if n.startswith(prefix)), key=_layer)
-        return {_layer(name): stored[name] for name in names}
+        return {_layer(name): stored[name].to(model.device, model.dtype) for name in names}
 
     keys = layers("keys")
     tokens = keys[0].shape[2]

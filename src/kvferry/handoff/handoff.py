@@ -22,10 +22,10 @@ from kvferry.handoff.provenance import Provenance
 from kvferry.lm.content import ContentKV
 from kvferry.lm.device import synchronize
 from kvferry.lm.model import LanguageModel, Prefill
-from kvferry.mappers.affine import AffineMapper
 from kvferry.mappers.hub import MapperArtefact
 from kvferry.mappers.inputs import MapperInputs
-from kvferry.mappers.layout import COMPONENTS
+from kvferry.mappers.mapper import Mapper
+from kvferry.mappers.prefix import keep_prefix
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Handoff:
     def __init__(
         self,
         reader: PairReader,
-        mapper: AffineMapper,
+        mapper: Mapper,
         *,
         mapper_name: str = "mapper",
         mapper_hash: str = "",
@@ -256,20 +256,8 @@ class Handoff:
 
     @torch.inference_mode()
     def keep_prefix(self, content: ContentKV) -> ContentKV:
-        """Put the target's own prefix over the mapped one, in place.
-
-        Where it has left the window, it stands in for as many mapped tokens as the mapper says.
-        """
-        width = self.prefix.tokens
-        for component in COMPONENTS:
-            mapped: dict[int, Tensor] = getattr(content, component)
-            own: dict[int, Tensor] = getattr(self.prefix, component)
-            for layer, x in mapped.items():
-                if x.shape[2] == content.tokens:
-                    x[:, :, :width] = own[layer]
-                elif places := self.mapper.planted_places(layer, content.tokens):
-                    x[:, :, places] = own[layer][:, :, :1]
-        return content
+        """Put the target's own prefix over the mapped one, in place."""
+        return keep_prefix(content, self.prefix, self.mapper)
 
     def _stamp(self, content: ContentKV, tail: int) -> Provenance:
         return Provenance(

@@ -260,6 +260,16 @@ class LanguageModel:
         ``past_mask`` covers every token that the cache stands for, also those that a windowed
         layer has dropped.
         """
+        return self.differentiable_extend(cache, ids, past_mask, keep_logits)
+
+    def differentiable_extend(
+        self,
+        cache: Any,
+        ids: Int[Tensor, "batch tokens"],
+        past_mask: Bool[Tensor, "batch past"],
+        keep_logits: int = 0,
+    ) -> Float[Tensor, "batch kept vocab"]:
+        """As :meth:`extend`; gradients reach the content that the cache was built from."""
         mask = torch.cat((past_mask, torch.ones_like(ids, dtype=torch.bool)), dim=1)
         positions = positions_of(mask)[:, past_mask.shape[1] :]
         return kv_cache.forward_with_cache(

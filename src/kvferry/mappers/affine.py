@@ -80,6 +80,15 @@ class AffineMapper:
         return replace(self, groups=groups, code=code, product_dtype=dtype)
 
     @property
+    def affine(self) -> AffineMapper:
+        """Itself."""
+        return self
+
+    @property
+    def refiner(self) -> None:
+        """None: there is no network behind it."""
+
+    @property
     def blocks(self) -> tuple[FeatureBlock, ...]:
         """Every input block that some group reads."""
         return tuple(sorted({block for group in self.groups for block in group.blocks}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import platform
 import shutil
@@ -24,8 +25,11 @@ from kvferry.mappers.affine import AffineGroup, AffineMapper
 from kvferry.mappers.card import model_card
 from kvferry.mappers.inputs import SourceCode
 from kvferry.mappers.layout import COMPONENTS, FeatureBlock
+from kvferry.mappers.mapper import Mapper
+from kvferry.mappers.refined import RefinedMapper, Refiner
 
 FORMAT_VERSION = 2
+REFINER = "refiner."
 WEIGHTS, MANIFEST, CONFIG, CARD = "mapper.safetensors", "manifest.json", "config.yaml", "README.md"
 
 
@@ -68,6 +72,7 @@ class Manifest:
         method, reference_url, fields: how it was fitted.
         calibration: corpus hash, passages, rows.
         weights_sha256: digest of the weights file.
+        refiner: class and settings of the network behind the affine map, if there is one.
         metrics: what the fit chose and measured.
     """
 
@@ -82,6 +87,7 @@ class Manifest:
     native_layers: int = 0
     planted_sinks: int = 0
     groups: list[dict[str, Any]] = field(default_factory=list)
+    refiner: dict[str, Any] | None = None
     git_commit: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
@@ -93,7 +99,7 @@ class Manifest:
         return self.weights_sha256[:10]
 
 
-def save_mapper(folder: Path, mapper: AffineMapper, manifest: Manifest, config: str) -> Manifest:
+def save_mapper(folder: Path, mapper: Mapper, manifest: Manifest, config: str) -> Manifest:
     """Write the folder beside its place, then rename: it is whole or not there.
 
     Args:
@@ -103,15 +109,21 @@ def save_mapper(folder: Path, mapper: AffineMapper, manifest: Manifest, config: 
     Raises:
         StorageError: the disk is full or the folder cannot be written.
     """
+    base, refiner = mapper.affine, mapper.refiner
+    tensors = _tensors(base)
+    if refiner is not None:
+        own = refiner.state_dict()
+        tensors |= {f"{REFINER}{name}": x.cpu().contiguous() for name, x in own.items()}
     with new_folder(folder) as temporary:
-        save_file(_tensors(mapper), temporary / WEIGHTS)
+        save_file(tensors, temporary / WEIGHTS)
         complete = replace(
             manifest,
             weights_sha256=file_sha256(temporary / WEIGHTS),
-            native_layers=mapper.native_layers,
-            planted_sinks=mapper.planted_sinks,
+            native_layers=base.native_layers,
+            planted_sinks=base.planted_sinks,
             metrics={**mapper.report, **manifest.metrics},
-            groups=[_group_record(group) for group in mapper.groups],
+            groups=[_group_record(group) for group in base.groups],
+            refiner=None if refiner is None else _refiner_record(refiner),
             versions={
                 "kvferry": kvferry.__version__,
                 "torch": torch.__version__,
@@ -183,7 +195,7 @@ def check_mapper(folder: Path) -> Manifest:
 
 def load_mapper(
     folder: Path, source: LanguageModel, target: LanguageModel
-) -> tuple[AffineMapper, Manifest]:
+) -> tuple[Mapper, Manifest]:
     """Weights and manifest, after every check has passed.
 
     Raises:
@@ -198,7 +210,7 @@ def load_mapper(
     try:
         tensors = load_file(folder / WEIGHTS)
         mapper = _mapper(manifest, tensors, source, target)
-    except (SafetensorError, KeyError, TypeError) as error:
+    except (SafetensorError, KeyError, TypeError, RuntimeError) as error:
         raise ArtefactError(
             "Weights and manifest of this mapper do not belong together.",
             found=str(error),
@@ -243,7 +255,49 @@ def _group_record(group: AffineGroup) -> dict[str, Any]:
     }
 
 
+def _refiner_record(refiner: Refiner) -> dict[str, Any]:
+    cls = type(refiner)
+    return {"class": f"{cls.__module__}.{cls.__qualname__}", "settings": refiner.settings}
+
+
+def _refiner_class(name: str) -> type[Refiner]:
+    """A refiner of this package: a mapper from elsewhere names no other code to run.
+
+    Raises:
+        ArtefactError: there is none of that name.
+    """
+    module, _, cls = name.rpartition(".")
+    if module.startswith(f"{__package__}."):
+        try:
+            found = getattr(importlib.import_module(module), cls, None)
+        except ImportError:
+            found = None
+        if isinstance(found, type) and issubclass(found, Refiner):
+            return found
+    raise ArtefactError(
+        "This mapper has a network that this version of kvferry does not know.",
+        found=name,
+        expected=f"a class of {__package__}",
+        fix="install the version that wrote it: the manifest names it",
+    )
+
+
 def _mapper(
+    manifest: Manifest, tensors: dict[str, Tensor], source: LanguageModel, target: LanguageModel
+) -> Mapper:
+    base = _affine(manifest, tensors, source, target)
+    if manifest.refiner is None:
+        return base
+    cls = _refiner_class(manifest.refiner["class"])
+    build: Any = cls
+    refiner: Refiner = build(source.geometry, target.geometry, **manifest.refiner["settings"])
+    own = {n.removeprefix(REFINER): x for n, x in tensors.items() if n.startswith(REFINER)}
+    refiner.load_state_dict(own)
+    refiner = refiner.to(target.device).eval().requires_grad_(False)
+    return RefinedMapper(base, refiner, manifest.metrics)
+
+
+def _affine(
     manifest: Manifest, tensors: dict[str, Tensor], source: LanguageModel, target: LanguageModel
 ) -> AffineMapper:
     groups = tuple(

@@ -18,7 +18,10 @@ from kvferry.mappers.affine import AffineGroup, AffineMapper
 from kvferry.mappers.anchors import AnchorReads
 from kvferry.mappers.inputs import SourceCode
 from kvferry.mappers.layout import Component, FeatureBlock, FeatureLayout
+from kvferry.mappers.learning import Generation, Learn
+from kvferry.mappers.mapper import Mapper
 from kvferry.mappers.observation import Observation, Replay, ReplaySplit, Watch, unwatched
+from kvferry.mappers.refined import RefinedMapper
 from kvferry.stats.moments import Moments
 from kvferry.stats.recolour import Metric, recolour
 from kvferry.stats.ridge import RidgeFactor
@@ -36,6 +39,7 @@ class Statistics:
         code: the source code that "code" columns were made with.
         replay: reads calibration texts again, with the target's queries; None where there is none.
         watch: shows how far long fits are.
+        learn: trains networks; None where there is no trainer.
     """
 
     source: KVGeometry
@@ -45,6 +49,24 @@ class Statistics:
     code: SourceCode | None
     replay: Replay | None = None
     watch: Watch = unwatched
+    learn: Learn | None = None
+
+    def variance(self, component: Component, layer: int) -> float:
+        """Of one feature of target ``layer``, mean over its features, over the calibration rows."""
+        return float(self.moments[component].c_yy[layer].diagonal().mean())
+
+    def learned(self, mapper: RefinedMapper, aim: Generation) -> RefinedMapper:
+        """The mapper with its network trained.
+
+        Raises:
+            ConfigurationError: these statistics came without a trainer.
+        """
+        if self.learn is None:
+            raise ConfigurationError(
+                "This method learns by gradient, and there is no trainer at hand.",
+                fix="fit it through a run, or give Statistics a TraceLearner",
+            )
+        return self.learn(mapper, aim)
 
     def observe(
         self, passages: int, split: ReplaySplit = "calibration", *, copies: bool = False
@@ -126,7 +148,7 @@ class MapperMethod(ABC):
     needs_moments: ClassVar[bool] = True
 
     @abstractmethod
-    def fit(self, statistics: Statistics) -> AffineMapper:
+    def fit(self, statistics: Statistics) -> Mapper:
         """Fit to the statistics of a calibration text."""
 
 

@@ -19,7 +19,6 @@ from kvferry.errors import ArtefactError, HubError
 from kvferry.lm.hub import first_line, hub_problem
 from kvferry.lm.model import LanguageModel
 from kvferry.lm.store import new_file, new_folder
-from kvferry.mappers.affine import AffineMapper
 from kvferry.mappers.artefact import (
     CARD,
     CONFIG,
@@ -30,6 +29,7 @@ from kvferry.mappers.artefact import (
     load_mapper,
 )
 from kvferry.mappers.card import named_at
+from kvferry.mappers.mapper import Mapper
 
 FILES = (WEIGHTS, MANIFEST, CONFIG, CARD)
 
@@ -71,7 +71,7 @@ class MapperArtefact:
             folder = _download(str(name), revision, api)
         return cls(folder, check_mapper(folder))
 
-    def load(self, source: LanguageModel, target: LanguageModel) -> tuple[AffineMapper, Manifest]:
+    def load(self, source: LanguageModel, target: LanguageModel) -> tuple[Mapper, Manifest]:
         """The mapper itself, after every check against the two models: `load_mapper`.
 
         Raises:

@@ -52,7 +52,7 @@ def fit_chosen(
             if candidate in tried:
                 continue
             tried.add(candidate)
-            mapper = candidate.fit(statistics)
+            mapper = candidate.fit(statistics).affine
             cosine = report[f"cosine_{name}_{value}"] = mean_cosine(mapper, texts)
             if cosine > score:
                 best, score, chosen = mapper, cosine, candidate

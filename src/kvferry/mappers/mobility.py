@@ -1,0 +1,179 @@
+"""Context mobility: a mapper that has learned what the target says, from any affine start."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass, field
+from typing import ClassVar
+
+import torch
+
+from kvferry.errors import ConfigurationError
+from kvferry.mappers.affine import AffineMapper
+from kvferry.mappers.anchored import Anchored
+from kvferry.mappers.base import MapperMethod, Statistics, require
+from kvferry.mappers.gated_residual import GatedResidual
+from kvferry.mappers.layout import ALL_HEADS, COMPONENTS, Component, FeatureBlock
+from kvferry.mappers.learning import Generation, Schedule
+from kvferry.mappers.refined import RefinedMapper
+from kvferry.stats.directions import predictive_directions, whitened_directions
+
+
+@dataclass(frozen=True)
+class Mobility(MapperMethod):
+    """A gated low-rank residual on an affine map, learned through the frozen target.
+
+    The context-reuse layer (arXiv 2608.30963) names the goal: a transport that need not match the
+    cache element by element. It publishes no recipe; this one is ours. The loss is KL from what the
+    target says on its own cache to what it says on the mapped one, where a text goes on and where
+    early stretches of it are repeated, so that recall is learned as well as fluency.
+
+    Args:
+        start: the affine method that is fitted first.
+        rank: of the residual of each layer, keys and values apart.
+        directions: features of the inputs' code, of one component; see :class:`GatedResidual`.
+        mixers, kernel, width: causal mixers that let a token look at those before it; 0 mixers
+            leave each token to itself.
+        training_steps, learning_rate, warmup, weight_decay, passages, held_out, validate_every,
+        patience, seed: see :class:`Schedule`.
+        continuation, recall, text, pointwise: weights of the parts of the loss.
+        recall_spans, shortest_context: see :class:`Generation`.
+    """
+
+    start: MapperMethod = field(default_factory=Anchored)
+    rank: int = 64
+    directions: int = 512
+    mixers: int = 2
+    kernel: int = 8
+    width: int = 512
+    training_steps: int = 600
+    learning_rate: float = 1e-3
+    warmup: int = 20
+    weight_decay: float = 0.0
+    passages: int = 128
+    held_out: int = 8
+    validate_every: int = 100
+    patience: int = 0
+    continuation: float = 1.0
+    recall: float = 1.0
+    text: float = 0.0
+    pointwise: float = 0.0
+    recall_spans: int = 2
+    shortest_context: int = 256
+    seed: int = 0
+
+    pretty_name: ClassVar[str] = "Context mobility"
+    reference_url: ClassVar[str] = "https://arxiv.org/abs/2608.30963"
+
+    def __post_init__(self) -> None:
+        weights = self.continuation, self.recall, self.text, self.pointwise
+        require(
+            {
+                **self._aim.schedule.rules(),
+                "rank, directions, kernel and width must be at least 1": min(
+                    self.rank, self.directions, self.kernel, self.width
+                )
+                >= 1,
+                "mixers and recall_spans must not be negative": min(self.mixers, self.recall_spans)
+                >= 0,
+                "continuation, recall, text and pointwise must not be negative, nor all be zero": (
+                    min(weights) >= 0 < max(weights)
+                ),
+                "shortest_context must be at least 2": self.shortest_context >= 2,
+            }
+        )
+
+    @property
+    def _aim(self) -> Generation:
+        schedule = Schedule(
+            steps=self.training_steps,
+            learning_rate=self.learning_rate,
+            warmup=self.warmup,
+            weight_decay=self.weight_decay,
+            passages=self.passages,
+            held_out=self.held_out,
+            validate_every=self.validate_every,
+            patience=self.patience,
+            seed=self.seed,
+        )
+        return Generation(
+            schedule,
+            shortest_context=self.shortest_context,
+            recall_spans=self.recall_spans,
+            continuation=self.continuation,
+            recall=self.recall,
+            text=self.text,
+            pointwise=self.pointwise,
+        )
+
+    def fit(self, statistics: Statistics) -> RefinedMapper:
+        """The start, then the residual.
+
+        Raises:
+            ConfigurationError: the start is not affine.
+        """
+        base = self.start.fit(statistics)
+        if not isinstance(base, AffineMapper):
+            raise ConfigurationError(
+                "Context mobility starts from an affine map.",
+                found=self.start.pretty_name,
+                fix="set mapper@mapper.start to anchored, heterofold or another closed form",
+            )
+        with torch.random.fork_rng():
+            torch.manual_seed(self.seed)
+            refiner = self._residual(statistics, base)
+        return statistics.learned(RefinedMapper(base, refiner), self._aim)
+
+    def _residual(self, statistics: Statistics, base: AffineMapper) -> GatedResidual:
+        codes = {c: self._code(statistics, base, c) for c in COMPONENTS}
+        refiner = GatedResidual(
+            statistics.source,
+            statistics.target,
+            blocks={c: [list(astuple(b)) for b in blocks] for c, (blocks, _, _) in codes.items()},
+            directions={c: basis.shape[1] for c, (_, _, basis) in codes.items()},
+            rank=self.rank,
+            width=self.width,
+            mixers=self.mixers,
+            kernel=self.kernel,
+            native_layers=base.native_layers,
+        )
+        for component, (_, mean, basis) in codes.items():
+            refiner.set_code(component, mean.float(), basis.float())
+        for place, (component, layer) in enumerate(refiner.sites):
+            refiner.get_buffer("scale")[place] = statistics.variance(component, layer) ** 0.5
+        return refiner.to(base.groups[0].weight.device)
+
+    def _code(
+        self, statistics: Statistics, base: AffineMapper, component: Component
+    ) -> tuple[tuple[FeatureBlock, ...], torch.Tensor, torch.Tensor]:
+        """Half of the directions by what the start makes of them, half by how much they vary."""
+        layout, moments = statistics.layouts[component], statistics.moments[component]
+        groups = [g for g in base.groups if g.component == component and g.head == ALL_HEADS]
+        common = set.intersection(*({*group.blocks} for group in groups))
+        blocks = tuple(block for block in layout.blocks if block in common)
+        part = moments.select(layout.columns(blocks), slice(0, 1))
+        scaled = []
+        for group in groups:
+            places = _places(group.blocks, blocks)
+            rows = torch.cat([torch.arange(place.start, place.stop) for place in places])
+            widths = [statistics.target.widths[layer] for layer in group.target_layers]
+            parts = torch.split(group.weight[rows], widths, dim=1)
+            scaled += [
+                w / statistics.variance(component, layer) ** 0.5
+                for w, layer in zip(parts, group.target_layers, strict=True)
+            ]
+        told = predictive_directions(
+            part.scatter_xx, part.weight, torch.cat(scaled, dim=1), self.directions // 2, self.seed
+        )
+        varied = whitened_directions(
+            part.scatter_xx, part.weight, self.directions - told.shape[1], self.seed
+        )
+        return blocks, part.mean_x, torch.cat([told, varied], dim=1)
+
+
+def _places(blocks: tuple[FeatureBlock, ...], wanted: tuple[FeatureBlock, ...]) -> list[slice]:
+    """Rows of ``wanted`` in a weight whose inputs are ``blocks``."""
+    starts, at = {}, 0
+    for block in blocks:
+        starts[block] = slice(at, at + block.width)
+        at += block.width
+    return [starts[block] for block in wanted]

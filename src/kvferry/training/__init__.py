@@ -1,0 +1,1 @@
+"""Mappers that learn by gradient, under Lightning."""

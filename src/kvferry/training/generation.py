@@ -1,0 +1,82 @@
+"""Learn a mapper by what the frozen target says on top of the mapped cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from kvferry.lm.content import ContentKV
+from kvferry.lm.model import LanguageModel
+from kvferry.mappers.layout import Component
+from kvferry.mappers.learning import Generation
+from kvferry.mappers.refined import RefinedMapper
+from kvferry.training.carrying import (
+    ask,
+    context_inputs,
+    draw_questions,
+    mapped_context,
+    native_context,
+)
+from kvferry.training.losses import kl_from_native, pointwise_error, text_nll
+from kvferry.training.module import Losses, RefinerModule
+from kvferry.training.texts import Draw
+
+
+class GenerationModule(RefinerModule):
+    """Continuation and recall against the native cache's; gradients pass through the target.
+
+    Args:
+        mapper: whose refiner learns.
+        aim: what is asked, and the weight of each answer.
+        target: the frozen model that answers.
+        prefix: its own prefix.
+        variance: of native content, for the pointwise term; see :func:`pointwise_error`.
+        gradient_checkpointing: see :func:`ask`.
+    """
+
+    def __init__(
+        self,
+        mapper: RefinedMapper,
+        aim: Generation,
+        target: LanguageModel,
+        prefix: ContentKV,
+        variance: Mapping[Component, Mapping[int, float]],
+        gradient_checkpointing: bool = False,
+    ) -> None:
+        super().__init__(mapper, aim.schedule)
+        self.aim, self.prefix, self.variance = aim, prefix, variance
+        self.gradient_checkpointing = gradient_checkpointing
+        # A plain list keeps the frozen model out of the module's own parameters.
+        self._target = [target]
+
+    def losses(self, draw: Draw) -> Losses:
+        """See :class:`RefinerModule`."""
+        aim, target = self.aim, self._target[0]
+        generator = torch.Generator().manual_seed(draw.seed)
+        tokens = draw.trace.tokens.target_ids
+        questions = draw_questions(tokens, self.prefix.tokens, aim, generator)
+        inputs, native = context_inputs(draw.trace, questions.context)
+        with torch.no_grad():
+            own = native_context(self.mapper, native)
+            wanted = ask(target, own, questions)
+        content = mapped_context(self.mapper, inputs, self.prefix)
+        got = ask(target, content, questions, checkpointed=self.gradient_checkpointing)
+        kl = kl_from_native(wanted, got)
+        scored = questions.scored.to(kl.device)
+        row = torch.arange(len(scored), device=kl.device)[:, None].expand_as(scored)[scored]
+        goes_on, repeats = row == 0, row > 0
+        parts: dict[str, Tensor] = {"kl": kl[goes_on].mean()}
+        total = aim.continuation * parts["kl"]
+        if bool(repeats.any()):
+            parts["recall_kl"] = kl[repeats].mean()
+            total = total + aim.recall * parts["recall_kl"]
+        if aim.text:
+            following = questions.ids.roll(-1, dims=1).to(kl.device)[scored]
+            parts["text_nll"] = text_nll(got, following).mean()
+            total = total + aim.text * parts["text_nll"]
+        if aim.pointwise:
+            parts["pointwise"] = pointwise_error(content, own, self.variance)
+            total = total + aim.pointwise * parts["pointwise"]
+        return {"loss": total, **parts}

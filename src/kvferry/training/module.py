@@ -1,0 +1,76 @@
+"""The Lightning module that every learned mapper is trained by."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from pytorch_lightning import LightningModule
+from torch import Tensor
+
+from kvferry.mappers.learning import Schedule
+from kvferry.mappers.refined import RefinedMapper
+from kvferry.training.texts import Draw
+
+Losses = dict[str, Tensor]
+"""Named parts of a loss; "loss" is what is minimised."""
+
+
+class RefinerModule(LightningModule):
+    """Optimises a mapper's refiner; the affine map and both language models stay as they are.
+
+    Args:
+        mapper: whose refiner learns, in place.
+        schedule: of the optimiser.
+    """
+
+    def __init__(self, mapper: RefinedMapper, schedule: Schedule) -> None:
+        super().__init__()
+        self.mapper, self.schedule = mapper, schedule
+        self.refiner = mapper.refiner
+
+    @abstractmethod
+    def losses(self, draw: Draw) -> Losses:
+        """What one text says about the mapper."""
+
+    def training_step(self, batch: Draw, batch_idx: int) -> Tensor:
+        """Learn from one text."""
+        losses = self.losses(batch)
+        for name, value in losses.items():
+            self.log(f"train/{name}", value.detach(), batch_size=1)
+        return losses["loss"]
+
+    def validation_step(self, batch: Draw, batch_idx: int) -> None:
+        """Judge one held-out text."""
+        for name, value in self.losses(batch).items():
+            self.log(f"held_out/{name}", value.detach(), batch_size=1, on_epoch=True)
+
+    def configure_optimizers(self) -> Any:
+        """AdamW, linear warm-up, cosine to zero."""
+        schedule = self.schedule
+        optimizer = torch.optim.AdamW(
+            [p for p in self.refiner.parameters() if p.requires_grad],
+            lr=schedule.learning_rate,
+            weight_decay=schedule.weight_decay,
+            betas=(0.9, 0.98),
+        )
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: learning_rate_factor(step, schedule)
+        )
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    def transfer_batch_to_device(
+        self, batch: Draw, device: torch.device, dataloader_idx: int
+    ) -> Draw:
+        """Traces come from the store on the target's device."""
+        return batch
+
+
+def learning_rate_factor(step: int, schedule: Schedule) -> float:
+    """Share of the highest learning rate at ``step``, counted from zero."""
+    if step < schedule.warmup:
+        return (step + 1) / schedule.warmup
+    done = (step - schedule.warmup) / max(schedule.steps - schedule.warmup, 1)
+    return 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))

@@ -1,0 +1,236 @@
+"""A mapper that learns: what is asked, what the gradient reaches, what is kept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from pytorch_lightning import Callback, Trainer
+
+from kvferry.calibration.trace_store import TraceStore
+from kvferry.errors import ConfigurationError
+from kvferry.handoff.handoff import Handoff
+from kvferry.mappers.anchored import Anchored
+from kvferry.mappers.base import Statistics
+from kvferry.mappers.controls import Identity
+from kvferry.mappers.gated_residual import GatedResidual
+from kvferry.mappers.layout import COMPONENTS
+from kvferry.mappers.learning import Generation, Schedule
+from kvferry.mappers.mobility import Mobility
+from kvferry.mappers.refined import RefinedMapper
+from kvferry.training.carrying import (
+    ask,
+    context_inputs,
+    draw_questions,
+    inference_free,
+    mapped_context,
+    native_context,
+)
+from kvferry.training.learn import TraceLearner, TrainerOptions
+from kvferry.training.losses import kl_from_native, text_nll
+from kvferry.training.module import learning_rate_factor
+from tests.pairs import TOKENS, reader_of, statistics_of, traces_of
+
+SMALL = Mobility(
+    start=Anchored(native_layers=1, planted_sinks=0),
+    rank=4,
+    directions=16,
+    width=16,
+    kernel=3,
+    training_steps=8,
+    passages=4,
+    held_out=2,
+    validate_every=4,
+    shortest_context=32,
+    warmup=2,
+    learning_rate=3e-3,
+)
+
+
+def learnable(source: str, target: str, folder: Path) -> Statistics:
+    """Statistics with a trainer, its checkpoints and traces in ``folder``."""
+    reader, statistics = reader_of(source, target), statistics_of(source, target)
+    layers = range(len(reader.target.geometry.layers))
+    texts = statistics.replay.texts  # type: ignore[union-attr]
+    learner = TraceLearner(
+        reader=reader,
+        texts=texts,
+        passage_tokens=TOKENS,
+        store=TraceStore(folder / "traces", reader),
+        variance={c: {i: statistics.variance(c, i) for i in layers} for c in COMPONENTS},
+        options=TrainerOptions(folder / "checkpoints", {"accelerator": "cpu", "logger": False}),
+    )
+    return replace(statistics, learn=learner)
+
+
+def untrained(source: str, target: str) -> RefinedMapper:
+    """The residual as it is before the first step."""
+    statistics = replace(statistics_of(source, target), learn=lambda mapper, aim: mapper)
+    fitted = SMALL.fit(statistics)
+    assert isinstance(fitted, RefinedMapper)
+    return fitted
+
+
+@pytest.mark.parametrize(("source", "target"), [("llama", "gemma3"), ("ministral3", "llama3")])
+def test_training_begins_at_the_affine_map(source: str, target: str) -> None:
+    mapper, trace = untrained(source, target), traces_of(source, target, 2)[0]
+    tokens = trace.target.tokens - 8
+    inputs, _ = context_inputs(trace, tokens)
+    first = mapper.first_tokens(tokens)
+    refined, affine = mapper.map(inputs, first), mapper.affine.map(inputs, first)
+    for component in COMPONENTS:
+        for layer, x in getattr(affine, component).items():
+            assert torch.equal(x, getattr(refined, component)[layer])
+    with torch.no_grad():
+        for up in mapper.refiner.up:  # type: ignore[union-attr]
+            up.normal_()
+    changed = mapper.map(inputs, first)
+    last = len(mapper.target.layers) - 1
+    assert not torch.equal(changed.keys[last], affine.keys[last]), "control: it can change them"
+    assert torch.equal(changed.keys[0], affine.keys[0]), "native layers stay"
+
+
+def test_the_gradient_of_the_answers_is_that_of_small_changes() -> None:
+    """Through rotation, cache, attention and windows: against finite differences."""
+    reader, mapper = reader_of("llama", "gemma3"), untrained("llama", "gemma3")
+    trace = traces_of("llama", "gemma3", 2)[1]
+    prefix = inference_free(Handoff(reader, mapper).prefix)
+    generator = torch.Generator().manual_seed(0)
+    questions = draw_questions(trace.tokens.target_ids, prefix.tokens, SMALL._aim, generator)
+    inputs, native = context_inputs(trace, questions.context)
+    with torch.no_grad():
+        wanted = ask(reader.target, native_context(mapper, native), questions)
+
+    def loss(checkpointed: bool = False) -> torch.Tensor:
+        content = mapped_context(mapper, inputs, prefix)
+        got = ask(reader.target, content, questions, checkpointed=checkpointed)
+        return kl_from_native(wanted, got).mean()
+
+    refiner = mapper.refiner
+    assert isinstance(refiner, GatedResidual)
+    weights = refiner.up[-1]
+    loss().backward()
+    gradient = weights.grad.clone()  # type: ignore[union-attr]
+    assert float(gradient.abs().max()) > 0
+    weights.grad = None
+    loss(checkpointed=True).backward()
+    assert torch.allclose(weights.grad, gradient, atol=1e-7), "run again, not kept"  # type: ignore[arg-type]
+    step = 1e-2 * gradient / gradient.norm()
+    with torch.no_grad():
+        weights += step
+        more = float(loss())
+        weights -= 2 * step
+        less = float(loss())
+    slope = float((gradient * step).sum())
+    assert (more - less) / 2 == pytest.approx(slope, rel=0.05)
+
+
+def test_native_content_is_answered_as_the_target_answers_it() -> None:
+    """A mapped cache that were native would leave no loss; a wrong one leaves some."""
+    reader = reader_of("gemma3", "gemma3")
+    mapper = Identity().fit(statistics_of("gemma3", "gemma3"))
+    trace = traces_of("gemma3", "gemma3", 1)[0]
+    prefix = inference_free(Handoff(reader, mapper).prefix)
+    aim = Generation(Schedule(), shortest_context=64)
+    generator = torch.Generator().manual_seed(1)
+    questions = draw_questions(trace.tokens.target_ids, prefix.tokens, aim, generator)
+    inputs, native = context_inputs(trace, questions.context)
+    content = mapped_context(mapper, inputs, prefix)
+    wanted = ask(reader.target, native_context(mapper, native), questions)
+    assert float(kl_from_native(wanted, ask(reader.target, content, questions)).max()) < 1e-5
+    flat = content.map_layers(torch.zeros_like)
+    assert float(kl_from_native(wanted, ask(reader.target, flat, questions)).mean()) > 1e-3
+    row = [*trace.tokens.target_ids[: questions.context], *questions.ids[0].tolist()]
+    whole = reader.target.model(torch.tensor([row])).logits[0, questions.context :]
+    scored = questions.scored[0]
+    assert torch.allclose(wanted[: int(scored.sum())], whole[scored], atol=1e-3)
+
+
+def test_questions_repeat_what_was_early_and_go_on_where_the_cut_is() -> None:
+    ids = list(range(1000, 1400))
+    aim = Generation(Schedule(), shortest_context=128, recall_spans=3)
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        asked = draw_questions(ids, 1, aim, generator)
+        rows = asked.ids.tolist()
+        assert 129 <= asked.context <= 400 - 64 and len(rows) == 4
+        assert rows[0] == ids[asked.context : asked.context + 64]
+        for row, scored in zip(rows[1:], asked.scored[1:], strict=True):
+            place = ids.index(row[0])
+            assert row == ids[place : place + 64] and place + 128 <= asked.context + 1
+            assert scored.tolist() == [15 <= i < 63 for i in range(64)]
+    short = draw_questions(ids[:40], 1, aim, torch.Generator())
+    assert short.context < 40 and short.ids.shape[1] >= 2, "a short text is asked less"
+
+
+def test_losses_are_what_they_say() -> None:
+    generator = torch.Generator().manual_seed(0)
+    native = torch.randn(5, 11, generator=generator)
+    mapped = torch.randn(5, 11, generator=generator)
+    p, q = native.softmax(-1), mapped.softmax(-1)
+    assert torch.allclose(kl_from_native(native, mapped), (p * (p / q).log()).sum(-1), atol=1e-5)
+    ids = torch.tensor([3, 1, 4, 1, 5])
+    assert torch.allclose(text_nll(mapped, ids), -q.log()[torch.arange(5), ids], atol=1e-5)
+
+
+def test_it_learns_and_keeps_nothing_but_the_mapper(tmp_path: Path) -> None:
+    method = replace(SMALL, training_steps=24, validate_every=8)
+    mapper = method.fit(learnable("gemma3", "llama", tmp_path))
+    assert mapper.report["held_out_loss_after"] < mapper.report["held_out_loss_before"]
+    saved = torch.load(tmp_path / "checkpoints" / "best.ckpt", weights_only=True)
+    assert mapper.refiner is not None
+    own = mapper.refiner.state_dict()
+    assert set(saved["state_dict"]) == {f"refiner.{name}" for name in own}
+    size = sum(x.numel() * x.element_size() for x in own.values())
+    assert (tmp_path / "checkpoints" / "best.ckpt").stat().st_size < size + 100_000
+    trained = sum(p.numel() * 4 for p in mapper.refiner.parameters())
+    whole = (tmp_path / "checkpoints" / "last.ckpt").stat().st_size
+    assert whole < size + 2 * trained + 200_000, "weights and the optimiser's two moments"
+
+
+def test_training_that_goes_on_ends_where_it_would_have(tmp_path: Path) -> None:
+    """A checkpoint of step 4, then the rest: the same weights as without the break."""
+    whole = SMALL.fit(learnable("gemma3", "llama", tmp_path / "whole"))
+    broken = learnable("gemma3", "llama", tmp_path / "broken")
+    stopped = _StopAt(4)
+    options = broken.learn.options  # type: ignore[union-attr]
+    first = replace(options, callbacks=lambda steps: [stopped])
+    with pytest.raises(KeyboardInterrupt):
+        SMALL.fit(replace(broken, learn=replace(broken.learn, options=first)))  # type: ignore[type-var]
+    again = SMALL.fit(broken)
+    assert whole.refiner is not None and again.refiner is not None
+    for name, x in whole.refiner.state_dict().items():
+        assert torch.allclose(x, again.refiner.state_dict()[name], atol=1e-6), name
+    other = replace(SMALL, seed=1).fit(learnable("gemma3", "llama", tmp_path / "other"))
+    assert not torch.equal(other.refiner.up[0], whole.refiner.up[0])  # type: ignore[union-attr]
+
+
+class _StopAt(Callback):
+    """Ends the process, as ctrl-C would, right after a step whose checkpoint is written."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer: Trainer, *rest: object) -> None:
+        if trainer.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+def test_the_learning_rate_rises_and_falls() -> None:
+    schedule = Schedule(steps=100, warmup=10)
+    factors = [learning_rate_factor(step, schedule) for step in range(101)]
+    assert factors[0] == pytest.approx(0.1) and factors[10] == pytest.approx(1.0)
+    assert factors[100] == pytest.approx(0.0) and factors[55] == pytest.approx(0.5)
+
+
+def test_without_a_trainer_or_text_it_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="no trainer"):
+        SMALL.fit(statistics_of("llama", "gemma3"))
+    statistics = learnable("llama", "gemma3", tmp_path)
+    bare = replace(statistics.learn, texts={"calibration": ["some text here"]})  # type: ignore[type-var]
+    with pytest.raises(ConfigurationError, match="selection"):
+        SMALL.fit(replace(statistics, learn=bare))
+    with pytest.raises(ConfigurationError, match=r"rank.*recall_spans"):
+        Mobility(rank=0, recall_spans=-1)
