@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytorch_lightning
 import torch
 
 from kvferry.app.corpora import load_corpora
+from kvferry.app.mapper import build_mapper
 from kvferry.app.models import cache_folder, device_name, load_reader
 from kvferry.app.progress import Step, progress
 from kvferry.app.ranks import companions
@@ -26,7 +28,7 @@ def calibrate(
     cfg: RunConfig, folder: Path, reader: PairReader, method: MapperMethod, texts: Sequence[str]
 ) -> Statistics:
     """Moments of the calibration text, read by every rank, or nothing where no method asks."""
-    plan = _plan(cfg)
+    plan = _plan(cfg, method, reader)
     if not method.needs_moments:
         return Statistics(
             reader.source.geometry, reader.target.geometry, plan.layouts(reader), {}, None
@@ -36,7 +38,7 @@ def calibrate(
         companions(folder, count) as rank,
         progress("read calibration text", len(texts)) as step,
     ):
-        return _collect(cfg, reader, texts, rank, step)
+        return _collect(cfg, reader, texts, plan, rank, step)
 
 
 def collect_share(cfg: RunConfig, rank: Rank, ready: Callable[[], None]) -> None:
@@ -48,16 +50,22 @@ def collect_share(cfg: RunConfig, rank: Rank, ready: Callable[[], None]) -> None
     reader = load_reader(cfg, rank.index)
     texts = load_corpora(cfg, cache_root(cache_folder(cfg))).calibration
     ready()
-    _collect(cfg, reader, texts, rank, lambda steps=1: None)
+    plan = _plan(cfg, build_mapper(cfg.mapper), reader)
+    _collect(cfg, reader, texts, plan, rank, lambda steps=1: None)
 
 
 def _collect(
-    cfg: RunConfig, reader: PairReader, texts: Sequence[str], rank: Rank | None, step: Step
+    cfg: RunConfig,
+    reader: PairReader,
+    texts: Sequence[str],
+    plan: CalibrationPlan,
+    rank: Rank | None,
+    step: Step,
 ) -> Statistics:
     return collect_statistics(
         reader,
         texts,
-        _plan(cfg),
+        plan,
         _trainer(cfg, rank),
         _moments(cfg),
         batch_size=cfg.trainer.batch_size,
@@ -65,8 +73,11 @@ def _collect(
     )
 
 
-def _plan(cfg: RunConfig) -> CalibrationPlan:
-    return CalibrationPlan(passage_tokens=cfg.data.passage_tokens, seed=cfg.seed)
+def _plan(cfg: RunConfig, method: MapperMethod, reader: PairReader) -> CalibrationPlan:
+    plan = CalibrationPlan(passage_tokens=cfg.data.passage_tokens, seed=cfg.seed)
+    # Up to the usual depth all methods share one collection.
+    depth = max(plan.native_layers, method.native_depth(reader.target.geometry))
+    return replace(plan, native_layers=depth)
 
 
 def _moments(cfg: RunConfig) -> Path:

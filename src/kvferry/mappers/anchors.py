@@ -103,6 +103,10 @@ class OffersAnchors:
     native_layers: NativeLayers
     planted_sinks: int
 
+    def native_depth(self, target: KVGeometry) -> int:
+        """See :class:`kvferry.mappers.base.MapperMethod`."""
+        return self._anchors.native_depth(target)
+
     @property
     def _anchors(self) -> AnchorReads:
         return AnchorReads(

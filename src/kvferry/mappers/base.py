@@ -147,6 +147,10 @@ class MapperMethod(ABC):
     reference_url: ClassVar[str]
     needs_moments: ClassVar[bool] = True
 
+    def native_depth(self, target: KVGeometry) -> int:
+        """Target layers that its mapper takes exactly: calibration keeps them for maps to read."""
+        return 0
+
     @abstractmethod
     def fit(self, statistics: Statistics) -> Mapper:
         """Fit to the statistics of a calibration text."""

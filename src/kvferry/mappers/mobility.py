@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 
 from kvferry.errors import ConfigurationError
+from kvferry.lm.geometry import KVGeometry
 from kvferry.mappers.affine import AffineMapper
 from kvferry.mappers.anchored import Anchored
 from kvferry.mappers.base import MapperMethod, Statistics, require
@@ -104,6 +105,10 @@ class Mobility(MapperMethod):
             text=self.text,
             pointwise=self.pointwise,
         )
+
+    def native_depth(self, target: KVGeometry) -> int:
+        """That of the start."""
+        return self.start.native_depth(target)
 
     def fit(self, statistics: Statistics) -> RefinedMapper:
         """The start, then the residual.
