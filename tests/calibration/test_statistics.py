@@ -95,6 +95,22 @@ def test_ctrl_c_arrives_as_such_and_still_works_afterwards(
     assert not list(tmp_path.rglob("*.tmp"))
 
 
+def test_a_run_that_is_told_to_end_ends(reader: PairReader, tmp_path: Path) -> None:
+    """Lightning's own handler of SIGTERM would note it and read on."""
+    before = signal.getsignal(signal.SIGTERM)
+    seen: list[object] = []
+    collect_statistics(
+        reader,
+        TEXTS,
+        PLAN,
+        trainer(),
+        tmp_path,
+        each=lambda passages: seen.append(signal.getsignal(signal.SIGTERM)),
+    )
+    assert seen[-1] is signal.SIG_DFL
+    signal.signal(signal.SIGTERM, before)
+
+
 KILLED = """
 import os, signal, sys
 from pathlib import Path

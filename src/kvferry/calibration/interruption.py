@@ -1,4 +1,4 @@
-"""Ctrl-C while a Lightning trainer works."""
+"""Ctrl-C and termination while a Lightning trainer works."""
 
 from __future__ import annotations
 
@@ -23,3 +23,12 @@ def interruptible(trainer: Trainer) -> Iterator[None]:
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, handler)
+
+
+def die_when_told() -> None:
+    """Let SIGTERM end the process at once: Lightning would note it and go on to the end.
+
+    To be called when the trainer has begun, which is when it sets its own handler.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)

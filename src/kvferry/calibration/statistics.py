@@ -15,7 +15,7 @@ from pytorch_lightning import LightningModule, Trainer
 from torch.utils.data import DataLoader, IterableDataset
 
 from kvferry.calibration.code import fit_source_code
-from kvferry.calibration.interruption import interruptible
+from kvferry.calibration.interruption import die_when_told, interruptible
 from kvferry.calibration.moments_store import Collection, MomentsStore
 from kvferry.calibration.reader import PairReader, PairTrace, TokenPair
 from kvferry.calibration.shares import Share, shares
@@ -126,6 +126,10 @@ class MomentsModule(LightningModule):
             state = (self.code, self.done)
             code, self.done = self.trainer.strategy.broadcast(state)
             self.code = code and code.on(self._reader[0].source.device)
+
+    def on_predict_start(self) -> None:
+        """A run that is told to end has nothing to tidy up: what was saved is whole."""
+        die_when_told()
 
     def predict_dataloader(self) -> DataLoader[Share]:
         """This rank's shares of what is left."""

@@ -10,6 +10,7 @@ import torch
 from pytorch_lightning import LightningModule
 from torch import Tensor
 
+from kvferry.calibration.interruption import die_when_told
 from kvferry.mappers.learning import Schedule
 from kvferry.mappers.refined import RefinedMapper
 from kvferry.training.texts import Draw
@@ -34,6 +35,10 @@ class RefinerModule(LightningModule):
     @abstractmethod
     def losses(self, draw: Draw) -> Losses:
         """What one text says about the mapper."""
+
+    def on_train_start(self) -> None:
+        """A run that is told to end goes on from its last checkpoint."""
+        die_when_told()
 
     def training_step(self, batch: Draw, batch_idx: int) -> Tensor:
         """Learn from one text."""
