@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from kvferry.calibration.reader import PairReader, PairTrace, TokenPair
-from kvferry.lm.attention import QueryTrace, record_attention
+from kvferry.lm.attention import QueryTrace
 from kvferry.mappers.inputs import SourceCode
 from kvferry.mappers.observation import Observation, ReplaySplit, Watch, unwatched
 
@@ -62,7 +62,7 @@ def observe(reader: PairReader, pair: TokenPair, code: SourceCode | None) -> Obs
     source = reader.source.content(reader.source.prefill(ids, mask))
     target = reader.target
     ids, mask = target.batch([pair.target_ids])
-    with record_attention(target.model) as calls:
+    with target.recording() as calls:
         read = target.prefill(ids, mask)
     trace = PairTrace(pair, source, target.content(read))
     tables = target.rotary.at(read.positions)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -181,8 +181,15 @@ class RowQueries:
 
 
 @contextmanager
-def record_attention(model: Any) -> Iterator[list[AttentionCall]]:
-    """Collect the attention calls of every forward pass inside the block."""
+def record_attention(
+    model: Any, whole: Callable[[Tensor, int], Tensor] = lambda part, head_dim: part
+) -> Iterator[list[AttentionCall]]:
+    """Collect the attention calls of every forward pass inside the block.
+
+    Args:
+        whole: what is recorded of a tensor, of which this process may hold only some heads; their
+            dimension is the second argument.
+    """
     name = model.config._attn_implementation
     registry: Any = ALL_ATTENTION_FUNCTIONS
     known = registry.get(name)
@@ -201,12 +208,12 @@ def record_attention(model: Any) -> Iterator[list[AttentionCall]]:
         calls.append(
             AttentionCall(
                 layer=module.layer_idx,
-                queries=query,
+                queries=whole(query, 1),
                 scale=float(options.get("scaling") or query.shape[-1] ** -0.5),
                 softcap=options.get("softcap"),
-                keys=key,
-                values=value,
-                output=result[0],
+                keys=whole(key, 1),
+                values=whole(value, 1),
+                output=whole(result[0], 2),
                 _again=again,
             )
         )
