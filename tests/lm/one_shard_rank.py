@@ -59,6 +59,8 @@ def observed(model: LanguageModel) -> dict[str, Tensor]:
         for call in calls:
             seen[f"queries {call.layer} of {batch}"] = call.queries
             seen[f"outputs {call.layer} of {batch}"] = call.output
+            other = call.with_context(-call.keys[:, :, :9], call.values[:, :, :9])
+            seen[f"other outputs {call.layer} of {batch}"] = other
     ids, mask = model.batch(rows_of(model, 1))
     short = model.prefill(ids, mask, full_length=False)
     made = list(model.generate(short.cache, ids[0, -3:].tolist(), mask, 6))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from kvferry.app.binding import Range
+from kvferry.lm.sharding import OVER_RANKS, Sharding
 from kvferry.lm.sources import ModelSpec, Size
 
 Positive = Annotated[int, Range(1)]
@@ -115,12 +116,17 @@ class TrainerConfig:
 
     Attributes:
         accelerator: where the models run; "auto" takes a GPU when there is one.
-        devices: number of devices, or "auto"; several share the calibration text, a process each.
+        devices: number of devices, or "auto", a process each: a rank. Ranks share the calibration
+            text or, with `sharding`, the models.
         threads: CPU threads; null leaves them as PyTorch chooses.
         model_dtype: number format of both frozen models.
         map_dtype: number format of the mapper's products at hand-off; "auto" takes bfloat16 where
             the machine multiplies it faster.
         batch_size: passages that are read at once.
+        sharding: how the frozen models are held where they do not fit one device. "zero3" and
+            "tensor_parallel" divide them among ranks, "device_map" among the devices of one
+            process.
+        source_device, target_device: keeps that model whole, on a device of its own ("cuda:1").
     """
 
     accelerator: Literal["auto", "cpu", "gpu"]
@@ -129,6 +135,14 @@ class TrainerConfig:
     model_dtype: Precision = "float32"
     map_dtype: Precision | Literal["auto"] = "auto"
     batch_size: Positive = 1
+    sharding: Sharding = "none"
+    source_device: str | None = None
+    target_device: str | None = None
+
+    @property
+    def shares_models(self) -> bool:
+        """Whether ranks hold the models together, and not a copy each."""
+        return self.sharding in OVER_RANKS
 
 
 @dataclass(frozen=True)

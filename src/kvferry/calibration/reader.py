@@ -126,7 +126,9 @@ class PairReader:
 
     def read(self, pairs: Sequence[TokenPair]) -> list[PairTrace]:
         """Prefill both models over some texts at once; one trace a text, padding removed."""
-        sources = _read_rows(self.source, [pair.source_ids for pair in pairs])
+        rows = _read_rows(self.source, [pair.source_ids for pair in pairs])
+        # The models may lie on two devices: whatever reads both caches works on the target's.
+        sources = [row.to(self.target.device) for row in rows]
         targets = _read_rows(self.target, [pair.target_ids for pair in pairs])
         return [PairTrace(*row) for row in zip(pairs, sources, targets, strict=True)]
 

@@ -59,8 +59,8 @@ def with_copy(text: str) -> str:
 def observe(reader: PairReader, pair: TokenPair, code: SourceCode | None) -> Observation:
     """Read one text with both models and keep the target's queries."""
     ids, mask = reader.source.batch([pair.source_ids])
-    source = reader.source.content(reader.source.prefill(ids, mask))
     target = reader.target
+    source = reader.source.content(reader.source.prefill(ids, mask)).to(target.device)
     ids, mask = target.batch([pair.target_ids])
     with target.recording() as calls:
         read = target.prefill(ids, mask)

@@ -22,6 +22,7 @@ from kvferry.calibration.moments_store import Collection, MomentsStore
 from kvferry.calibration.reader import PairReader, PairTrace, TokenPair
 from kvferry.calibration.shares import Share, shares
 from kvferry.errors import InputError
+from kvferry.lm.geometry import KVGeometry
 from kvferry.mappers.base import Statistics
 from kvferry.mappers.inputs import SourceCode
 from kvferry.mappers.layout import COMPONENTS, Component, FeatureLayout, component_layout
@@ -51,7 +52,13 @@ class CalibrationPlan:
 
     def layouts(self, reader: PairReader) -> dict[Component, FeatureLayout]:
         """Input columns of each component."""
-        source, target = reader.source.geometry, reader.target.geometry
+        reads = 2 if reader.mode == "owner_previous" else 1
+        return self.layouts_of(reader.source.geometry, reader.target.geometry, reads)
+
+    def layouts_of(
+        self, source: KVGeometry, target: KVGeometry, reads: int = 1
+    ) -> dict[Component, FeatureLayout]:
+        """The same, told from the shapes of both caches; ``reads`` source tokens side by side."""
         return {
             component: component_layout(
                 component,
@@ -60,7 +67,7 @@ class CalibrationPlan:
                 code_width=min(self.code_width, sum(source.widths)),
                 anchor_context=self.anchor_context,
                 native_layers=min(self.native_layers, len(target.layers)),
-                reads=2 if reader.mode == "owner_previous" else 1,
+                reads=reads,
             )
             for component in COMPONENTS
         }
@@ -127,7 +134,7 @@ class MomentsModule(LightningModule):
         if self.trainer.world_size > 1:
             state = (self.code, self.done)
             code, self.done = self.trainer.strategy.broadcast(state)
-            self.code = code and code.on(self._reader[0].source.device)
+            self.code = code and code.on(self._reader[0].target.device)
 
     def predict_dataloader(self) -> DataLoader[Share]:
         """This rank's shares of what is left."""
@@ -342,7 +349,7 @@ def source_code(
     step = max(len(pairs) // CODE_PASSAGES, 1)
     for pair in list(pairs)[::step][:CODE_PASSAGES]:
         ids, mask = reader.source.batch([pair.source_ids])
-        content = reader.source.content(reader.source.prefill(ids, mask))
+        content = reader.source.content(reader.source.prefill(ids, mask)).to(reader.target.device)
         for component in COMPONENTS:
             by_layer: dict[int, torch.Tensor] = getattr(content, component)
             flat = [x[0, :, 1::2].transpose(0, 1).flatten(1) for x in by_layer.values()]

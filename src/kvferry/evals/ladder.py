@@ -133,7 +133,7 @@ class Ladder:
         if context.source_characters == 0 or len(context.source_continuation) < 2:
             return float("nan")
         ids = torch.tensor([context.source_continuation], device=source.device)
-        read = context.trace.source
+        read = context.trace.source.to(source.device)
         logits = source.extend(source.cache_from(read), ids, read.mask)[0]
         kept = ids.shape[1]
         wanted = torch.tensor(context.source_continuation, device=source.device)

@@ -187,8 +187,8 @@ def record_attention(
     """Collect the attention calls of every forward pass inside the block.
 
     Args:
-        whole: what is recorded of a tensor, of which this process may hold only some heads; their
-            dimension is the second argument.
+        whole: what is recorded of a tensor, which may hold only some heads, in the dimension given,
+            or lie on another device.
     """
     name = model.config._attn_implementation
     registry: Any = ALL_ATTENTION_FUNCTIONS
@@ -200,15 +200,18 @@ def record_attention(
     ) -> Any:
         original = known if known is not None else _eager(module)
 
+        queries = whole(query, 1)
+        hidden = None if mask is None else mask.to(queries.device)
+
         def again(keys: Tensor, values: Tensor) -> Tensor:
-            output: Tensor = original(module, query, keys, values, mask, **options)[0]
+            output: Tensor = original(module, queries, keys, values, hidden, **options)[0]
             return output
 
         result = original(module, query, key, value, mask, **options)
         calls.append(
             AttentionCall(
                 layer=module.layer_idx,
-                queries=whole(query, 1),
+                queries=queries,
                 scale=float(options.get("scaling") or query.shape[-1] ** -0.5),
                 softcap=options.get("softcap"),
                 keys=whole(key, 1),

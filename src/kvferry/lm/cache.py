@@ -26,8 +26,8 @@ def build_empty_cache(config: Any) -> Any:
     return DynamicCache(config=config)
 
 
-def read_cache(cache: Any) -> list[LayerKV]:
-    """Keys and values of each layer as the model cached them (rotated).
+def read_cache(cache: Any, device: torch.device | None = None) -> list[LayerKV]:
+    """Keys and values of each layer as the model cached them (rotated), where they are or on one.
 
     Raises:
         UnsupportedTransformersError: the cache has no readable layers.
@@ -35,7 +35,9 @@ def read_cache(cache: Any) -> list[LayerKV]:
     layers = getattr(cache, "layers", None)
     if not layers or not all(hasattr(layer, "keys") for layer in layers):
         raise _unsupported(f"{type(cache).__name__} without readable layers")
-    return [(layer.keys, layer.values) for layer in layers]
+    if device is None:
+        return [(layer.keys, layer.values) for layer in layers]
+    return [(layer.keys.to(device), layer.values.to(device)) for layer in layers]
 
 
 def require_full_length(cache: Any) -> None:
@@ -138,7 +140,7 @@ def first_layers_kv(
             input_ids=ids, cache=cache, attention_mask=mask, position_ids=positions, use_cache=True
         )
     except _LayerReached:
-        return read_cache(cache)
+        return read_cache(cache, ids.device)
     raise _unsupported(f"a forward pass that never filled cache layer {count - 1}")
 
 

@@ -93,6 +93,16 @@ class LanguageModel:
         return dtype
 
     @cached_property
+    def layer_devices(self) -> list[torch.device]:
+        """Where each layer runs, and keeps its cache."""
+        count, chosen = len(self.geometry.layers), getattr(self.model, "hf_device_map", {})
+        names = [f"{self.model.base_model_prefix}.layers.{layer}" for layer in range(count)]
+        # Layers that lie in memory or on disk are run where the tokens are.
+        own = [chosen.get(name) for name in names]
+        return [self.device if place in (None, "cpu", "disk") else torch.device(place)
+                for place in own]  # fmt: skip
+
+    @cached_property
     def sink_ids(self) -> list[int]:
         """The input-independent prefix that holds the attention sink: one special token."""
         candidates = (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
@@ -188,7 +198,7 @@ class LanguageModel:
         """
         kv_cache.require_full_length(prefill.cache)
         tables = self.rotary.at(prefill.positions)
-        raw = kv_cache.read_cache(prefill.cache)
+        raw = kv_cache.read_cache(prefill.cache, self.device)
         every = range(len(raw))
         return ContentKV(
             keys={
@@ -212,8 +222,9 @@ class LanguageModel:
         for layer in range(len(self.geometry.layers)):
             keys, values = content.keys[layer], content.values[layer]
             cos, sin = (table[:, -keys.shape[2] :] for table in tables[layer])
-            rotated = apply_rope(keys, cos, sin).to(self.dtype)
-            layers.append((rotated, values.to(self.dtype)))
+            rotated = apply_rope(keys, cos, sin)
+            place = self.layer_devices[layer]
+            layers.append((rotated.to(place, self.dtype), values.to(place, self.dtype)))
         return kv_cache.build_cache(self.model.config, layers, content.tokens)
 
     @torch.inference_mode()
@@ -299,7 +310,7 @@ class LanguageModel:
 
     def recording(self) -> AbstractContextManager[list[AttentionCall]]:
         """Collect the attention calls of every forward pass inside the block."""
-        return record_attention(self.model)
+        return record_attention(self.model, lambda part, head_dim: part.to(self.device))
 
     def _forward(
         self, ids: Tensor, cache: Any, mask: Tensor | None, positions: Tensor, keep_logits: int
