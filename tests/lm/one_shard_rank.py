@@ -1,4 +1,7 @@
-"""One rank of test_sharded, a process: INDEX COUNT PORT FOLDER SHARDING."""
+"""One rank of test_sharded, a process: INDEX COUNT PORT FOLDER SHARDING DTYPE.
+
+An INDEX past COUNT is a rank of the second round.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ from kvferry.lm.model import LanguageModel
 from kvferry.lm.rank_group import joined
 from kvferry.lm.sources import ModelSpec
 
-SOURCE, TARGET = "llama3", "mistral"
+ARCHITECTURES = ("llama3", "mistral")
+"""Scaled rope, and a window."""
 
 
 def texts(count: int) -> list[str]:
@@ -81,37 +85,42 @@ def held(model: Any) -> float:
     return here / every
 
 
-def main(index: int, count: int, port: int, folder: Path, sharding: Any) -> None:
-    """The first rank observes both models, sharded; and alone, for comparison."""
+def main(index: int, count: int, port: int, folder: Path, sharding: Any, dtype: str) -> None:
+    """The first rank observes both models, sharded; and alone, for comparison.
+
+    It does so twice, each time with other ranks that have just been started, as a run does that
+    takes its models up again in its next stage.
+    """
     torch.set_num_threads(1)
-    device = torch.device("cpu")
     told: dict[str, Any] = {}
-    for round_number in range(2):  # a run takes its models up again in its next stage
-        with joined(index, count, port + round_number, device) as group:
-            models = [
-                load_language_model(
-                    ModelSpec("x", pico_architecture=name, size="pico"),
-                    sharding=sharding,
-                    group=group,
-                )
-                for name in (SOURCE, TARGET)
-            ]
+    for number in range(2 if index == 0 else 1):
+        with joined(index % count, count, port + number, torch.device("cpu")) as group:
+            place: dict[str, Any] = {"sharding": sharding, "group": group}
+            models = [load(name, dtype, **place) for name in ARCHITECTURES]
             if index:
                 group.follow()
-            for model in models if index == 0 else ():
-                alone = load_language_model(
-                    ModelSpec("x", pico_architecture=model.name.removeprefix("pico-"), size="pico")
-                )
-                assert model.revision == alone.revision and model.geometry == alone.geometry
-                got, wanted = observed(model), observed(alone)
-                assert got.keys() == wanted.keys()
-                told[f"{model.name} {round_number}"] = {
-                    name: float((got[name].double() - wanted[name].double()).abs().max())
-                    for name in wanted
-                }
+            else:
+                for model, name in zip(models, ARCHITECTURES, strict=True):
+                    told[f"{name}, round {number}"] = differences(model, load(name, dtype))
             told["held"] = [held(model.model) for model in models]
     (folder / f"{index}.json").write_text(json.dumps(told))
 
 
+def load(architecture: str, dtype: str, **place: Any) -> LanguageModel:
+    spec = ModelSpec("x", pico_architecture=architecture, size="pico")
+    return load_language_model(spec, dtype=dtype, **place)
+
+
+def differences(model: LanguageModel, alone: LanguageModel) -> dict[str, float]:
+    """Of everything that is observed, in the worst place."""
+    assert (model.revision, model.name) == (alone.revision, alone.name)
+    assert model.geometry == alone.geometry and model.dtype == alone.dtype
+    got, wanted = observed(model), observed(alone)
+    assert got.keys() == wanted.keys()
+    return {
+        name: float((got[name].double() - x.double()).abs().max()) for name, x in wanted.items()
+    }
+
+
 if __name__ == "__main__":
-    main(*(int(word) for word in sys.argv[1:4]), Path(sys.argv[4]), sys.argv[5])
+    main(*(int(word) for word in sys.argv[1:4]), Path(sys.argv[4]), *sys.argv[5:])

@@ -46,7 +46,7 @@ def collect_share(cfg: RunConfig, rank: Rank, ready: Callable[[], None]) -> None
     Args:
         ready: called when the models are loaded and the others may start.
     """
-    reader = load_reader(cfg, rank.index)
+    reader = load_reader(cfg, rank.index, device=cfg.trainer.fit_device)
     texts = load_corpora(cfg, cache_root(cache_folder(cfg))).calibration
     ready()
     _collect(cfg, reader, texts, rank, lambda steps=1: None)

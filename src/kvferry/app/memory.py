@@ -35,7 +35,8 @@ def memory_plan(cfg: RunConfig) -> Iterator[str]:
             cache = f"; KV cache of {tokens:,} tokens: {_size(held)}"
         yield f"{side}: {model.name}, {weights}{cache}"
     if shapes[0] is not None and shapes[1] is not None:
-        yield f"moments: {_size(moments_bytes(cfg, shapes[0], shapes[1]))}, where the target lies"
+        place = cfg.trainer.fit_device or "the target's device"
+        yield f"moments: {_size(moments_bytes(cfg, shapes[0], shapes[1]))} on {place}"
 
 
 def moments_bytes(cfg: RunConfig, source: CacheShape, target: CacheShape) -> int:

@@ -26,21 +26,22 @@ from kvferry.results.rows import RowStamp
 
 
 @contextmanager
-def open_reader(cfg: RunConfig, folder: Path) -> Iterator[PairReader]:
+def open_reader(cfg: RunConfig, folder: Path, device: str | None = None) -> Iterator[PairReader]:
     """Both models of a run, for the block's length; with other ranks, where they share them.
 
     Args:
         folder: the run's, which the other ranks read their settings from.
+        device: of the content that is read, where it is not the target's.
 
     Raises:
         RankError: another rank has failed.
     """
     with companions(folder, rank_count(cfg) if cfg.trainer.shares_models else 1) as rank:
         if rank is None:
-            yield load_reader(cfg)
+            yield load_reader(cfg, device=device)
             return
         with joined(rank.index, rank.count, rank.port, rank_device(cfg, rank.index)) as group:
-            yield load_reader(cfg, group=group)
+            yield load_reader(cfg, group=group, device=device)
 
 
 def share_models(cfg: RunConfig, rank: Rank, ready: Callable[[], None]) -> None:
@@ -55,14 +56,18 @@ def share_models(cfg: RunConfig, rank: Rank, ready: Callable[[], None]) -> None:
         group.follow()
 
 
-def load_reader(cfg: RunConfig, rank: int = 0, group: RankGroup | None = None) -> PairReader:
+def load_reader(
+    cfg: RunConfig, rank: int = 0, group: RankGroup | None = None, device: str | None = None
+) -> PairReader:
     """Both models of a run, ready to read; each rank has a device of its own.
 
     Args:
         group: the ranks that hold them together, where the settings want it.
+        device: as in `open_reader`.
     """
     models = _load_models(cfg, rank, group)
-    return PairReader(*(models[side] for side in _sides(cfg)))
+    source, target = (models[side] for side in _sides(cfg))
+    return PairReader(source, target, device=device and torch.device(device))
 
 
 def _sides(cfg: RunConfig) -> list[tuple[ModelSpec, str | None]]:

@@ -57,7 +57,7 @@ context. In brackets 95 % bootstrap intervals over n contexts."""
 def fit(cfg: RunConfig, folder: Path, log: RunLogger) -> None:
     """Read the calibration text with both models, fit, write the artefact."""
     method: MapperMethod = build_mapper(cfg.mapper)
-    with open_reader(cfg, folder) as reader:
+    with open_reader(cfg, folder, cfg.trainer.fit_device) as reader:
         _fit(cfg, folder, log, reader, method)
 
 

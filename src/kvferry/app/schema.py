@@ -127,6 +127,8 @@ class TrainerConfig:
             "tensor_parallel" divide them among ranks, "device_map" among the devices of one
             process.
         source_device, target_device: keeps that model whole, on a device of its own ("cuda:1").
+        fit_device: where calibration counts and the mapper is fitted; null: where the target lies,
+            "cpu": in the machine's memory, where moments do not fit beside weights.
     """
 
     accelerator: Literal["auto", "cpu", "gpu"]
@@ -138,6 +140,7 @@ class TrainerConfig:
     sharding: Sharding = "none"
     source_device: str | None = None
     target_device: str | None = None
+    fit_device: Literal["cpu"] | None = None
 
     @property
     def shares_models(self) -> bool:

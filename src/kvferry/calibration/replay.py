@@ -60,17 +60,18 @@ def observe(reader: PairReader, pair: TokenPair, code: SourceCode | None) -> Obs
     """Read one text with both models and keep the target's queries."""
     ids, mask = reader.source.batch([pair.source_ids])
     target = reader.target
-    source = reader.source.content(reader.source.prefill(ids, mask)).to(target.device)
+    place = reader.content_device
+    source = reader.source.content(reader.source.prefill(ids, mask)).to(place)
     ids, mask = target.batch([pair.target_ids])
     with target.recording() as calls:
         read = target.prefill(ids, mask)
-    trace = PairTrace(pair, source, target.content(read))
+    trace = PairTrace(pair, source, target.content(read).to(place))
     tables = target.rotary.at(read.positions)
     queries = tuple(
         QueryTrace(
-            queries=call.queries[0],
-            cos=tables[call.layer][0],
-            sin=tables[call.layer][1],
+            queries=call.queries[0].to(place),
+            cos=tables[call.layer][0].to(place),
+            sin=tables[call.layer][1].to(place),
             scale=call.scale,
             softcap=call.softcap,
             window=target.geometry.layers[call.layer].window,

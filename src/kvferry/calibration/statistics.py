@@ -134,7 +134,7 @@ class MomentsModule(LightningModule):
         if self.trainer.world_size > 1:
             state = (self.code, self.done)
             code, self.done = self.trainer.strategy.broadcast(state)
-            self.code = code and code.on(self._reader[0].target.device)
+            self.code = code and code.on(self._reader[0].content_device)
 
     def predict_dataloader(self) -> DataLoader[Share]:
         """This rank's shares of what is left."""
@@ -244,7 +244,7 @@ def collect_statistics(
         round_size=save_every,
     )
     if trainer is None or trainer.is_global_zero:
-        store = MomentsStore(folder, plan.key(reader, ()), reader.target.device)
+        store = MomentsStore(folder, plan.key(reader, ()), reader.content_device)
         key = plan.key(reader, texts)
         with store.writing(key):
             _collect(module, store, key, [_digest(text) for text in texts], plan, trainer, each)
@@ -349,7 +349,8 @@ def source_code(
     step = max(len(pairs) // CODE_PASSAGES, 1)
     for pair in list(pairs)[::step][:CODE_PASSAGES]:
         ids, mask = reader.source.batch([pair.source_ids])
-        content = reader.source.content(reader.source.prefill(ids, mask)).to(reader.target.device)
+        read = reader.source.prefill(ids, mask)
+        content = reader.source.content(read).to(reader.content_device)
         for component in COMPONENTS:
             by_layer: dict[int, torch.Tensor] = getattr(content, component)
             flat = [x[0, :, 1::2].transpose(0, 1).flatten(1) for x in by_layer.values()]
@@ -365,4 +366,4 @@ def empty_moments(reader: PairReader, layout: FeatureLayout) -> Moments:
     """Moments of one component, outputs in blocks of a target layer."""
     edges = [0, *torch.tensor(reader.target.geometry.widths).cumsum(0).tolist()]
     blocks = [slice(a, b) for a, b in pairwise(edges)]
-    return Moments(layout.width, edges[-1], y_blocks=blocks, device=reader.target.device)
+    return Moments(layout.width, edges[-1], y_blocks=blocks, device=reader.content_device)

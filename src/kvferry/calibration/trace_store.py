@@ -42,7 +42,7 @@ class TraceStore:
         """
         path = self.folder / f"{_digest(tokens)}.safetensors"
         try:
-            stored = load_file(path, device=str(self.reader.target.device))
+            stored = load_file(path, device=str(self.reader.content_device))
             touch(path)
             return PairTrace(tokens, _content(stored, "source"), _content(stored, "target"))
         except (FileNotFoundError, SafetensorError, KeyError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import sys
@@ -118,12 +119,20 @@ def joined(index: int, count: int, port: int, device: torch.device) -> Iterator[
 
 
 def _leave() -> None:
-    # DeepSpeed keeps groups of its own, and forgets them only when asked itself.
+    """Leave the process group, and let DeepSpeed forget it where it knew of it."""
     deepspeed = sys.modules.get("deepspeed.comm")
-    if deepspeed is not None and deepspeed.is_initialized():
-        deepspeed.destroy_process_group()
-    elif dist.is_initialized():
-        dist.destroy_process_group()
+    if deepspeed is None or not deepspeed.is_initialized():
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return
+    deepspeed.destroy_process_group()
+    # It numbers modules and weights from the start of a process, and ranks compare their numbers:
+    # this process may meet new ones next.
+    slicing = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
+    hooks = importlib.import_module("deepspeed.runtime.zero.parameter_offload")
+    slicing.Init.param_id = 0
+    (numbers,) = hooks.DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
+    numbers[0] = 0
 
 
 class _Pickler(pickle.Pickler):

@@ -31,8 +31,9 @@ Build = Callable[..., Any]
 class Placement(Protocol):
     """One way to hold a model."""
 
-    device: torch.device
-    """Where tokens go and caches come from."""
+    @property
+    def device(self) -> torch.device:
+        """Where tokens go and caches come from."""
 
     def check(self, name: str, geometry: KVGeometry) -> None:
         """Refuse a model that cannot be held like this, told by its configuration.
@@ -95,56 +96,6 @@ class DeviceMap:
         from kvferry.lm.model import LanguageModel
 
         return LanguageModel(model, tokenizer, name, revision, device=self.device)
-
-
-@dataclass(frozen=True)
-class ZeRO3:
-    """A slice of each weight on every rank (DeepSpeed ZeRO-3, arXiv 1910.02054), for inference.
-
-    Args:
-        group: the ranks.
-        whole_below: weights of fewer numbers are not sliced: norms and biases.
-    """
-
-    group: RankGroup
-    whole_below: int = 100_000
-
-    @property
-    def device(self) -> torch.device:
-        """Of this rank."""
-        return self.group.device
-
-    def check(self, name: str, geometry: KVGeometry) -> None:
-        """Any model."""
-
-    def build(self, build: Build, dtype: str) -> Any:
-        """Slice each weight as it is made, so that no rank ever holds them all."""
-        import deepspeed
-        from transformers.integrations import HfDeepSpeedConfig
-        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-
-        _without_shared_memory(deepspeed)
-        options = _zero3_options(dtype, self.whole_below)
-        backend = "nccl" if self.device.type == "cuda" else "gloo"
-        deepspeed.init_distributed(backend, dist_init_required=False, verbose=False)
-        # While it lives, transformers slices whatever is loaded.
-        config = HfDeepSpeedConfig(options)
-        try:
-            model, found = build()
-        finally:
-            unset_hf_deepspeed_config()
-            del config
-        model.eval().requires_grad_(False)
-        engine, *_ = deepspeed.initialize(model=model, config=options, dist_init_required=False)
-        model.kvferry_engine = (engine,)  # its hooks gather the weights; a tuple is no submodule
-        return model, found
-
-    def wrap(self, model: Any, tokenizer: Any, name: str, revision: str) -> LanguageModel:
-        """See :class:`Placement`."""
-        from kvferry.lm.sharded import ShardedLanguageModel, WeightShards
-
-        shards = WeightShards(self.group)
-        return ShardedLanguageModel(model, tokenizer, name, revision, self.group, shards)
 
 
 @dataclass(frozen=True)
@@ -215,27 +166,6 @@ def placement(
         )
     if sharding == "tensor_parallel":
         return TensorParallel(group)
+    from kvferry.lm.zero3 import ZeRO3
+
     return ZeRO3(group, whole_below=0) if slice_all else ZeRO3(group)
-
-
-def _zero3_options(dtype: str, whole_below: int) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": dtype == "bfloat16"},
-        "fp16": {"enabled": dtype == "float16"},
-        "zero_optimization": {
-            "stage": 3,
-            "overlap_comm": False,
-            "stage3_param_persistence_threshold": whole_below,
-        },
-        "steps_per_print": 10**9,
-    }
-
-
-def _without_shared_memory(deepspeed: Any) -> None:
-    """Leave out the reduction kernel for CPU ranks: it is compiled for a minute and never used."""
-    import deepspeed.ops
-
-    for name in list(deepspeed.ops.__compatible_ops__):
-        if "shm" in name:
-            deepspeed.ops.__compatible_ops__[name] = False
