@@ -95,12 +95,21 @@ class LanguageModel:
     @cached_property
     def layer_devices(self) -> list[torch.device]:
         """Where each layer runs, and keeps its cache."""
-        count, chosen = len(self.geometry.layers), getattr(self.model, "hf_device_map", {})
-        names = [f"{self.model.base_model_prefix}.layers.{layer}" for layer in range(count)]
-        # Layers that lie in memory or on disk are run where the tokens are.
-        own = [chosen.get(name) for name in names]
-        return [self.device if place in (None, "cpu", "disk") else torch.device(place)
-                for place in own]  # fmt: skip
+        chosen: dict[str, Any] = getattr(self.model, "hf_device_map", {})
+        return [
+            self._device_of(f"{self.model.base_model_prefix}.layers.{layer}", chosen)
+            for layer in range(len(self.geometry.layers))
+        ]
+
+    def _device_of(self, module: str, chosen: dict[str, Any]) -> torch.device:
+        """Where a module runs, by its own entry or that of what it is part of."""
+        while module and module not in chosen:
+            module = module.rpartition(".")[0]
+        place = chosen.get(module)
+        if isinstance(place, int):
+            return torch.device("cuda", place)
+        # What lies in memory or on disk is run where the tokens are.
+        return self.device if place in (None, "cpu", "disk") else torch.device(place)
 
     @cached_property
     def sink_ids(self) -> list[int]:

@@ -154,7 +154,7 @@ def _side_by_side(parts: Sequence[LayerKV]) -> LayerKV:
 
 
 class ShardedLanguageModel(LanguageModel):
-    """On the first rank a language model like any other, on the others what `RankGroup.follow` runs.
+    """On the first rank a language model like any other; the others run their part for it.
 
     Caches lie whole on the first rank, so that everything that is done with them stays as it is.
 
