@@ -129,9 +129,9 @@ def pico_run(folder: Path, *words: str) -> RunConfig:
 @needs_deepspeed
 def test_a_run_over_two_ranks_is_the_run_of_one(tmp_path: Path) -> None:
     """Calibration, mapper and evaluation; batches of three rows, the last one of two."""
-    batch = "trainer.batch_size=3"
-    shared = pico_run(tmp_path / "two", "trainer=deepspeed_zero3", batch, *ON_CPU)
-    alone = pico_run(tmp_path / "one", "trainer=cpu", batch, "trainer.threads=1")
+    same = ["trainer.batch_size=3", "trainer.map_dtype=float32"]
+    shared = pico_run(tmp_path / "two", "trainer=deepspeed_zero3", *same, *ON_CPU)
+    alone = pico_run(tmp_path / "one", "trainer=cpu", "trainer.threads=1", *same)
     got, wanted = (collected(tmp_path / name / "cache") for name in ("two", "one"))
     assert got.keys() == wanted.keys() and len(got) > 10
     for name, tensor in wanted.items():
@@ -147,6 +147,6 @@ def test_a_run_over_two_ranks_is_the_run_of_one(tmp_path: Path) -> None:
             if row.task == "ladder"
         }
 
-    assert numbers(shared) == pytest.approx(numbers(alone), abs=1e-4, nan_ok=True)
+    assert numbers(shared) == pytest.approx(numbers(alone), rel=1e-3, abs=1e-4, nan_ok=True)
     rows = read_rows(RunFolder.of(shared).path / "rows.parquet")
     assert {row.device for row in rows} == {"cpu, 1 threads, zero3 over 2 ranks"}

@@ -119,7 +119,7 @@ class TensorParallel:
 
     def build(self, build: Build, dtype: str) -> Any:
         """Load this rank's part."""
-        from transformers.distributed import DistributedConfig
+        from transformers.distributed.configuration_utils import DistributedConfig
 
         return build(distributed_config=DistributedConfig(tp_plan="auto", tp_size=self.group.count))
 
