@@ -51,6 +51,8 @@ def test_every_yaml_composes(file: Path, text: Path) -> None:
     cfg = compose(choose(file, text))
     if file.parent.name in ("pair", "mapper"):
         assert getattr(cfg, file.parent.name).name == file.stem
+    if file.parent.name == "model":
+        assert cfg.source.cache is not None, "plans need its shape"
     if file.parent.name == "data":
         assert cfg.data.source == file.stem
 

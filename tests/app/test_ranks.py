@@ -9,6 +9,7 @@ import pytest
 
 from kvferry.app import ranks
 from kvferry.app.ranks import RankError, companions
+from kvferry.errors import InputError
 
 FAILS_AFTER_START = "import sys; print('ready', flush=True); sys.exit('boom: no memory')"
 STAYS = "import os; print('ready', flush=True); os.read(0, 1)"
@@ -26,13 +27,14 @@ def test_one_that_cannot_start_is_named(tmp_path: Path) -> None:
     assert "is not a run folder" in str(caught.value)
 
 
+@pytest.mark.parametrize("seen", [RuntimeError("closed by peer"), InputError("Lost.", fix="?")])
 def test_one_that_dies_later_is_named_instead_of_the_closed_connection(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: Exception
 ) -> None:
     monkeypatch.setattr(ranks, "COMMAND", (sys.executable, "-c", FAILS_AFTER_START))
     with pytest.raises(RankError, match="boom: no memory"), companions(tmp_path, 3) as rank:
         assert rank is not None and (rank.index, rank.count) == (0, 3)
-        raise RuntimeError("connection closed by peer")
+        raise seen
 
 
 def test_none_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

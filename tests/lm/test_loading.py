@@ -262,7 +262,9 @@ def test_real_models_continue_sensibly(file: str, layers: int, heads: int) -> No
 
     path = Path(__file__).parents[2] / "conf" / "model" / f"{file}.yaml"
     values: Any = OmegaConf.to_container(OmegaConf.load(path))
-    model = load_language_model(ModelSpec.from_values(values))
+    spec = ModelSpec.from_values(values)
+    model = load_language_model(spec)
+    assert spec.cache is not None and spec.cache.widths == model.geometry.widths
     assert [layer.kv_heads for layer in model.geometry.layers] == [heads] * layers
     assert sum(p.numel() for p in model.model.parameters()) == values["parameters"]
     ids = [

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from kvferry.app.asking import AskRequest
 from kvferry.app.documents import check_length
-from kvferry.app.models import load_reader, product_dtype
+from kvferry.app.models import open_reader, product_dtype
 from kvferry.app.screen import AskScreen, Side
+from kvferry.calibration.reader import PairReader
 from kvferry.handoff.handoff import Handoff
 from kvferry.lm.model import LanguageModel
 from kvferry.mappers.artefact import load_mapper
@@ -25,7 +26,11 @@ def ask(request: AskRequest, screen: AskScreen) -> None:
         ArtefactError: the mapper belongs to another pair or is damaged.
         InputError: document and question are longer than a model's context.
     """
-    reader = load_reader(request.config)
+    with open_reader(request.config, Path(request.mapper).parent) as reader:
+        _answer(request, reader, screen)
+
+
+def _answer(request: AskRequest, reader: PairReader, screen: AskScreen) -> None:
     mapper, manifest = load_mapper(Path(request.mapper), reader.source, reader.target)
     handoff = Handoff(
         reader,

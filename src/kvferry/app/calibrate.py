@@ -9,11 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytorch_lightning
-import torch
 
 from kvferry.app.corpora import load_corpora
 from kvferry.app.mapper import build_mapper
-from kvferry.app.models import cache_folder, device_name, load_reader
+from kvferry.app.models import cache_folder, load_reader, rank_count
 from kvferry.app.progress import Step, progress
 from kvferry.app.ranks import companions
 from kvferry.app.schema import RunConfig
@@ -33,7 +32,9 @@ def calibrate(
         return Statistics(
             reader.source.geometry, reader.target.geometry, plan.layouts(reader), {}, None
         )
-    count = 1 if is_collected(reader, texts, plan, _moments(cfg)) else _rank_count(cfg)
+    # Ranks that hold the models together read as one, and calibrate as one.
+    alone = cfg.trainer.shares_models or is_collected(reader, texts, plan, _moments(cfg))
+    count = 1 if alone else rank_count(cfg)
     with (
         companions(folder, count) as rank,
         progress("read calibration text", len(texts)) as step,
@@ -47,7 +48,7 @@ def collect_share(cfg: RunConfig, rank: Rank, ready: Callable[[], None]) -> None
     Args:
         ready: called when the models are loaded and the others may start.
     """
-    reader = load_reader(cfg, rank.index)
+    reader = load_reader(cfg, rank.index, device=cfg.trainer.fit_device)
     texts = load_corpora(cfg, cache_root(cache_folder(cfg))).calibration
     ready()
     plan = _plan(cfg, build_mapper(cfg.mapper), reader)
@@ -82,13 +83,6 @@ def _plan(cfg: RunConfig, method: MapperMethod, reader: PairReader) -> Calibrati
 
 def _moments(cfg: RunConfig) -> Path:
     return cache_root(cache_folder(cfg)) / "moments"
-
-
-def _rank_count(cfg: RunConfig) -> int:
-    """Processes that calibrate together: one a device."""
-    if cfg.trainer.devices != "auto":
-        return cfg.trainer.devices
-    return torch.cuda.device_count() if device_name(cfg) == "cuda" else 1
 
 
 def _trainer(cfg: RunConfig, rank: Rank | None) -> pytorch_lightning.Trainer:

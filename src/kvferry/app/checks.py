@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvferry.app.binding import Mistake
+from kvferry.app.memory import cache_shape
 from kvferry.app.schema import STAGES, RunConfig
+from kvferry.lm.sharding import DIVISIBLE, PACKAGES, indivisible
 
 Check = Callable[[RunConfig], Iterator[Mistake]]
 
@@ -102,6 +105,63 @@ def model_sources(cfg: RunConfig) -> Iterator[Mistake]:
             yield Mistake(f"pair.{side}", f"{model.name} names no folder, wheel or hub to load")
 
 
+def sharding(cfg: RunConfig) -> Iterator[Mistake]:
+    """There are devices to divide the models among, and what it takes is installed."""
+    trainer = cfg.trainer
+    if trainer.sharding == "none":
+        return
+    ranks = 1 if trainer.devices == "auto" and trainer.accelerator == "cpu" else trainer.devices
+    if trainer.shares_models and ranks == 1:
+        yield Mistake(
+            "trainer.devices",
+            f"sharding={trainer.sharding} divides the models among ranks, one a device: "
+            "set the number of devices, or trainer.sharding=none",
+        )
+    if trainer.sharding == "device_map" and ranks not in (1, "auto"):
+        yield Mistake(
+            "trainer.devices",
+            "sharding=device_map spreads the models from one process over all devices it sees: "
+            "leave 1, and choose devices with CUDA_VISIBLE_DEVICES",
+        )
+    package = PACKAGES[trainer.sharding]
+    if importlib.util.find_spec(package) is None:
+        yield Mistake(
+            "trainer.sharding",
+            f"{trainer.sharding} needs {package}: pip install 'kvferry[distributed]'",
+        )
+    if trainer.source_device and trainer.target_device:
+        yield Mistake(
+            "trainer.sharding",
+            "nothing is left to divide: source_device and target_device keep both models whole",
+        )
+    if trainer.sharding == "tensor_parallel" and isinstance(ranks, int):
+        sides = ((cfg.source, trainer.source_device), (cfg.target, trainer.target_device))
+        for model in dict.fromkeys(model for model, own in sides if own is None):
+            shape = cache_shape(model)
+            problem = shape and indivisible(model.name, shape.kv_heads, ranks)
+            if problem:
+                yield Mistake("trainer.sharding", f"{problem}; {DIVISIBLE}")
+
+
+def own_devices(cfg: RunConfig) -> Iterator[Mistake]:
+    """A device of its own is one that can be named, for one process."""
+    trainer = cfg.trainer
+    for key in ("source_device", "target_device"):
+        named = getattr(trainer, key)
+        if named is None:
+            continue
+        if not re.fullmatch(r"cpu|cuda:\d+", named):
+            yield Mistake(f"trainer.{key}", f"must be cpu or cuda:NUMBER, found {named!r}")
+        elif named != "cpu" and trainer.accelerator == "cpu":
+            yield Mistake(f"trainer.{key}", f"{named} is no CPU, but trainer.accelerator=cpu")
+        elif trainer.devices != 1 and not trainer.shares_models:
+            yield Mistake(
+                f"trainer.{key}",
+                f"a copy of each model on each of devices={trainer.devices}: "
+                "they cannot all lie on one device",
+            )
+
+
 def loggers(cfg: RunConfig) -> Iterator[Mistake]:
     """The packages behind the loggers are installed."""
     for name, package in (("wandb", "wandb"), ("tensorboard", "tensorboard")):
@@ -118,6 +178,8 @@ CHECKS: tuple[Check, ...] = (
     same_model,
     data_files,
     model_sources,
+    sharding,
+    own_devices,
     loggers,
 )
 

@@ -21,10 +21,11 @@ from kvferry.app.folder import CONFIG, MAPPER, REPORT, ROWS
 from kvferry.app.identity import model_identity, portable_settings
 from kvferry.app.loggers import RunLogger
 from kvferry.app.mapper import build_mapper
-from kvferry.app.models import cache_folder, git_commit, load_handoff, load_reader
+from kvferry.app.models import cache_folder, git_commit, load_handoff, open_reader
 from kvferry.app.progress import progress
 from kvferry.app.schema import RunConfig
 from kvferry.app.training import learner
+from kvferry.calibration.reader import PairReader
 from kvferry.calibration.replay import TextReplay
 from kvferry.calibration.trace_store import TraceStore
 from kvferry.evals.contexts import ContextShape, EvalContext, read_context
@@ -57,7 +58,13 @@ context. In brackets 95 % bootstrap intervals over n contexts."""
 def fit(cfg: RunConfig, folder: Path, log: RunLogger) -> None:
     """Read the calibration text with both models, fit, write the artefact."""
     method: MapperMethod = build_mapper(cfg.mapper)
-    reader = load_reader(cfg)
+    with open_reader(cfg, folder, cfg.trainer.fit_device) as reader:
+        _fit(cfg, folder, log, reader, method)
+
+
+def _fit(
+    cfg: RunConfig, folder: Path, log: RunLogger, reader: PairReader, method: MapperMethod
+) -> None:
     corpora = load_corpora(cfg, cache_root(cache_folder(cfg)))
     texts = corpora.calibration
     started = time.perf_counter()
@@ -114,7 +121,11 @@ def fit(cfg: RunConfig, folder: Path, log: RunLogger) -> None:
 
 def evaluate(cfg: RunConfig, folder: Path, log: RunLogger) -> None:
     """Measure quality against every control, then latency; write `rows.parquet`."""
-    reader = load_reader(cfg)
+    with open_reader(cfg, folder) as reader:
+        _evaluate(cfg, folder, reader)
+
+
+def _evaluate(cfg: RunConfig, folder: Path, reader: PairReader) -> None:
     handoff, stamp = load_handoff(cfg, folder, reader)
     corpora = load_corpora(cfg, cache_root(cache_folder(cfg)))
     rows: list[ResultRow] = size_rows(

@@ -1,4 +1,4 @@
-"""The other processes of a run that calibrates on several devices of one machine."""
+"""The other processes of a run on several devices of one machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PATIENCE = 30.0
 
 
 class RankError(KVFerryError):
-    """One of the processes that calibrate together has failed."""
+    """One of the processes that run together has failed."""
 
 
 @contextmanager
@@ -48,7 +48,7 @@ def companions(folder: Path, count: int) -> Iterator[Rank | None]:
         yield Rank(0, count, port)
         for worker in workers:
             worker.wait_until_done()
-    except KVFerryError:
+    except RankError:
         raise
     except Exception as error:
         # A rank that waits for one that died sees only a closed connection.
@@ -112,7 +112,7 @@ class _Worker:
     def _failure(self) -> RankError:
         lines = self.log.read_text(errors="replace").strip().splitlines()
         return RankError(
-            f"Rank {self.index} of the calibration has failed.",
+            f"Rank {self.index} of the run has failed.",
             found=lines[-1] if lines else f"exit code {self.process.returncode}",
             fix=f"See {self.log}; the same command goes on from the passages that were saved.",
         )

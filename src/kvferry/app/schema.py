@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from kvferry.app.binding import Range
+from kvferry.lm.sharding import OVER_RANKS, Sharding
 from kvferry.lm.sources import ModelSpec, Size
 
 Positive = Annotated[int, Range(1)]
@@ -115,7 +116,8 @@ class TrainerConfig:
 
     Attributes:
         accelerator: where the models run; "auto" takes a GPU when there is one.
-        devices: number of devices, or "auto"; several share the calibration text, a process each.
+        devices: number of devices, or "auto", a process each: a rank. Ranks share the calibration
+            text or, with `sharding`, the models.
         threads: CPU threads; null leaves them as PyTorch chooses.
         model_dtype: number format of both frozen models.
         map_dtype: number format of the mapper's products at hand-off; "auto" takes bfloat16 where
@@ -127,6 +129,12 @@ class TrainerConfig:
         gradient_checkpointing: run the target again in the backward pass, row by row, and keep
             nothing of the forward one: less memory, a third more time.
         ema: decay of an average of the weights, which is then what is kept; 0 averages nothing.
+        sharding: how the frozen models are held where they do not fit one device. "zero3" and
+            "tensor_parallel" divide them among ranks, "device_map" among the devices of one
+            process.
+        source_device, target_device: keeps that model whole, on a device of its own ("cuda:1").
+        fit_device: where calibration counts and the mapper is fitted; null: where the target lies,
+            "cpu": in the machine's memory, where moments do not fit beside weights.
     """
 
     accelerator: Literal["auto", "cpu", "gpu"]
@@ -139,6 +147,15 @@ class TrainerConfig:
     gradient_clip: Annotated[float, Range(0)] = 1.0
     gradient_checkpointing: bool = False
     ema: Annotated[float, Range(0, 1)] = 0.0
+    sharding: Sharding = "none"
+    source_device: str | None = None
+    target_device: str | None = None
+    fit_device: Literal["cpu"] | None = None
+
+    @property
+    def shares_models(self) -> bool:
+        """Whether ranks hold the models together, and not a copy each."""
+        return self.sharding in OVER_RANKS
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from kvferry.app.folder import FIGURES, REPORT, ROWS, RunFolder
 from kvferry.app.loggers import RunLogger, open_loggers, publish
+from kvferry.app.memory import memory_plan
 from kvferry.app.schema import STAGES, RunConfig, StageName, to_plain
 from kvferry.errors import ConfigurationError, KVFerryError, StorageError
 
@@ -174,20 +175,9 @@ def describe_plan(cfg: RunConfig) -> Sequence[str]:
     """What a run would do, from the settings and the folder alone."""
     folder = RunFolder.of(cfg)
     done = [stage for stage in STAGES if folder.has(stage)]
-    bytes_each = 2 if cfg.trainer.model_dtype == "bfloat16" else 4
-    weights = [
-        f"{side}: {model.name}, "
-        + (
-            "a random miniature"
-            if model.size == "pico"
-            else f"{model.parameters * bytes_each / 2**30:.1f} GiB of weights in "
-            f"{cfg.trainer.model_dtype}"
-        )
-        for side, model in (("source", cfg.source), ("target", cfg.target))
-    ]
     return [
         f"folder: {folder.path} ({folder.status})",
         f"finished: {', '.join(done) or 'nothing'}",
         f"would run: {', '.join(_pending(cfg, folder)) or 'nothing'}",
-        *weights,
+        *memory_plan(cfg),
     ]

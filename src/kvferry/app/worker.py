@@ -1,4 +1,4 @@
-"""One more rank of a run's calibration: `python -m kvferry.app.worker FOLDER INDEX COUNT PORT`."""
+"""One more rank of a run: `python -m kvferry.app.worker FOLDER INDEX COUNT PORT`."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from pathlib import Path
 
 from kvferry.app.calibrate import collect_share
 from kvferry.app.folder import load_config
+from kvferry.app.models import share_models
 from kvferry.app.ranks import READY
 from kvferry.calibration.ranks import Rank
 from kvferry.errors import KVFerryError
 
 
 def main(folder: str, index: str, count: str, port: str) -> None:
-    """Read this rank's passages, meet the others, and end with the run."""
+    """Read this rank's passages, or run its part of the models, and end with the run."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     rank = Rank(int(index), int(count), int(port))
     try:
-        collect_share(load_config(Path(folder)), rank, _say_ready)
+        cfg = load_config(Path(folder))
+        part = share_models if cfg.trainer.shares_models else collect_share
+        part(cfg, rank, _say_ready)
     except KVFerryError as error:
         # The last line is what the first process tells.
         print(f"{error}\n{error.problem}", file=sys.stderr)

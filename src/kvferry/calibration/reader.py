@@ -59,11 +59,18 @@ class PairReader:
 
     Args:
         mode: which source tokens a target token reads.
+        device: where the content of both caches goes once it is read; None: where the target lies.
     """
 
     source: LanguageModel
     target: LanguageModel
     mode: AlignmentMode = "owner"
+    device: torch.device | None = None
+
+    @property
+    def content_device(self) -> torch.device:
+        """Where whatever reads both caches works: the models may lie on two devices."""
+        return self.target.device if self.device is None else self.device
 
     @cached_property
     def source_text(self) -> TokenText:
@@ -126,8 +133,14 @@ class PairReader:
 
     def read(self, pairs: Sequence[TokenPair]) -> list[PairTrace]:
         """Prefill both models over some texts at once; one trace a text, padding removed."""
-        sources = _read_rows(self.source, [pair.source_ids for pair in pairs])
-        targets = _read_rows(self.target, [pair.target_ids for pair in pairs])
+        sources = [
+            row.to(self.content_device)
+            for row in _read_rows(self.source, [pair.source_ids for pair in pairs])
+        ]
+        targets = [
+            row.to(self.content_device)
+            for row in _read_rows(self.target, [pair.target_ids for pair in pairs])
+        ]
         return [PairTrace(*row) for row in zip(pairs, sources, targets, strict=True)]
 
     def anchors(self, target_ids: Sequence[int]) -> ContentKV:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from kvferry.calibration.reader import PairReader, PairTrace, TokenPair
-from kvferry.lm.attention import QueryTrace, record_attention
+from kvferry.lm.attention import QueryTrace
 from kvferry.mappers.inputs import SourceCode
 from kvferry.mappers.observation import Observation, ReplaySplit, Watch, unwatched
 
@@ -59,18 +59,19 @@ def with_copy(text: str) -> str:
 def observe(reader: PairReader, pair: TokenPair, code: SourceCode | None) -> Observation:
     """Read one text with both models and keep the target's queries."""
     ids, mask = reader.source.batch([pair.source_ids])
-    source = reader.source.content(reader.source.prefill(ids, mask))
     target = reader.target
+    place = reader.content_device
+    source = reader.source.content(reader.source.prefill(ids, mask)).to(place)
     ids, mask = target.batch([pair.target_ids])
-    with record_attention(target.model) as calls:
+    with target.recording() as calls:
         read = target.prefill(ids, mask)
-    trace = PairTrace(pair, source, target.content(read))
+    trace = PairTrace(pair, source, target.content(read).to(place))
     tables = target.rotary.at(read.positions)
     queries = tuple(
         QueryTrace(
-            queries=call.queries[0],
-            cos=tables[call.layer][0],
-            sin=tables[call.layer][1],
+            queries=call.queries[0].to(place),
+            cos=tables[call.layer][0].to(place),
+            sin=tables[call.layer][1].to(place),
             scale=call.scale,
             softcap=call.softcap,
             window=target.geometry.layers[call.layer].window,

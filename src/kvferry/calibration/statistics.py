@@ -20,6 +20,7 @@ from kvferry.calibration.moments_store import Collection, MomentsStore
 from kvferry.calibration.reader import PairReader, PairTrace, TokenPair
 from kvferry.calibration.shares import Share, shares
 from kvferry.errors import InputError
+from kvferry.lm.geometry import KVGeometry
 from kvferry.mappers.base import Statistics
 from kvferry.mappers.inputs import SourceCode
 from kvferry.mappers.layout import COMPONENTS, Component, FeatureLayout, component_layout
@@ -49,7 +50,13 @@ class CalibrationPlan:
 
     def layouts(self, reader: PairReader) -> dict[Component, FeatureLayout]:
         """Input columns of each component."""
-        source, target = reader.source.geometry, reader.target.geometry
+        reads = 2 if reader.mode == "owner_previous" else 1
+        return self.layouts_of(reader.source.geometry, reader.target.geometry, reads)
+
+    def layouts_of(
+        self, source: KVGeometry, target: KVGeometry, reads: int = 1
+    ) -> dict[Component, FeatureLayout]:
+        """The same, told from the shapes of both caches; ``reads`` source tokens side by side."""
         return {
             component: component_layout(
                 component,
@@ -58,7 +65,7 @@ class CalibrationPlan:
                 code_width=min(self.code_width, sum(source.widths)),
                 anchor_context=self.anchor_context,
                 native_layers=min(self.native_layers, len(target.layers)),
-                reads=2 if reader.mode == "owner_previous" else 1,
+                reads=reads,
             )
             for component in COMPONENTS
         }
@@ -125,7 +132,7 @@ class MomentsModule(LightningModule):
         if self.trainer.world_size > 1:
             state = (self.code, self.done)
             code, self.done = self.trainer.strategy.broadcast(state)
-            self.code = code and code.on(self._reader[0].source.device)
+            self.code = code and code.on(self._reader[0].content_device)
 
     def on_predict_start(self) -> None:
         """A run that is told to end has nothing to tidy up: what was saved is whole."""
@@ -239,7 +246,7 @@ def collect_statistics(
         round_size=save_every,
     )
     if trainer is None or trainer.is_global_zero:
-        store = MomentsStore(folder, plan.key(reader, ()), reader.target.device)
+        store = MomentsStore(folder, plan.key(reader, ()), reader.content_device)
         key = plan.key(reader, texts)
         with store.writing(key):
             _collect(module, store, key, [_digest(text) for text in texts], plan, trainer, each)
@@ -329,7 +336,8 @@ def source_code(
     step = max(len(pairs) // CODE_PASSAGES, 1)
     for pair in list(pairs)[::step][:CODE_PASSAGES]:
         ids, mask = reader.source.batch([pair.source_ids])
-        content = reader.source.content(reader.source.prefill(ids, mask))
+        read = reader.source.prefill(ids, mask)
+        content = reader.source.content(read).to(reader.content_device)
         for component in COMPONENTS:
             by_layer: dict[int, torch.Tensor] = getattr(content, component)
             flat = [x[0, :, 1::2].transpose(0, 1).flatten(1) for x in by_layer.values()]
@@ -345,4 +353,4 @@ def empty_moments(reader: PairReader, layout: FeatureLayout) -> Moments:
     """Moments of one component, outputs in blocks of a target layer."""
     edges = [0, *torch.tensor(reader.target.geometry.widths).cumsum(0).tolist()]
     blocks = [slice(a, b) for a, b in pairwise(edges)]
-    return Moments(layout.width, edges[-1], y_blocks=blocks, device=reader.target.device)
+    return Moments(layout.width, edges[-1], y_blocks=blocks, device=reader.content_device)

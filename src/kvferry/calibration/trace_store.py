@@ -14,7 +14,6 @@ from torch import Tensor
 from kvferry.calibration.reader import PairReader, PairTrace, TokenPair
 from kvferry.lm.cache_limit import touch
 from kvferry.lm.content import ContentKV
-from kvferry.lm.model import LanguageModel
 from kvferry.lm.store import new_file
 from kvferry.mappers.layout import COMPONENTS
 
@@ -59,8 +58,9 @@ class TraceStore:
         stored = load_file(path)
         if not torch.equal(stored.pop(SEAL), _seal(stored)):
             raise KeyError(f"{path} is not what was written")
+        device = self.reader.content_device
         source, target = (
-            _content(stored, side, model)
+            _content(stored, side, device, model.dtype)
             for side, model in (("source", self.reader.source), ("target", self.reader.target))
         )
         return PairTrace(tokens, source, target)
@@ -95,11 +95,13 @@ def _tensors(content: ContentKV, side: str) -> dict[str, Tensor]:
     }
 
 
-def _content(stored: dict[str, Tensor], side: str, model: LanguageModel) -> ContentKV:
+def _content(
+    stored: dict[str, Tensor], side: str, device: torch.device | str, dtype: torch.dtype
+) -> ContentKV:
     def layers(component: str) -> dict[int, Tensor]:
         prefix = f"{side}.{component}."
         names = sorted((n for n in stored if n.startswith(prefix)), key=_layer)
-        return {_layer(name): stored[name].to(model.device, model.dtype) for name in names}
+        return {_layer(name): stored[name].to(device, dtype) for name in names}
 
     keys = layers("keys")
     tokens = keys[0].shape[2]

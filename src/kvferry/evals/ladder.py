@@ -13,7 +13,7 @@ from kvferry.evals import scoring
 from kvferry.evals.contexts import ContextShape, EvalContext
 from kvferry.evals.scoring import NativeReference, Scores
 from kvferry.handoff.handoff import Handoff, MappedCache
-from kvferry.lm.attention import AttentionCall, record_attention
+from kvferry.lm.attention import AttentionCall
 from kvferry.lm.cache import copy_cache, read_cache
 from kvferry.lm.content import ContentKV
 from kvferry.mappers.controls import identity_content, random_content, shuffled_content
@@ -70,7 +70,7 @@ class Ladder:
         result = ContextResult()
         builds = self.builds(context, wrong)
         native_cache = builds["native"]()
-        with record_attention(self.handoff.reader.target.model) as recorded:
+        with self.handoff.reader.target.recording() as recorded:
             answers = self._ask(native_cache, context)
             calls = list(recorded)
         native = NativeReference.of(answers[0])
@@ -133,7 +133,7 @@ class Ladder:
         if context.source_characters == 0 or len(context.source_continuation) < 2:
             return float("nan")
         ids = torch.tensor([context.source_continuation], device=source.device)
-        read = context.trace.source
+        read = context.trace.source.to(source.device)
         logits = source.extend(source.cache_from(read), ids, read.mask)[0]
         kept = ids.shape[1]
         wanted = torch.tensor(context.source_continuation, device=source.device)

@@ -168,7 +168,8 @@ class Handoff:
     def source_content(self, prefill: Prefill) -> ContentKV:
         """Strip the layers that the mapper reads, and no others."""
         reads = self.mapper.source_layers
-        return self.reader.source.content(prefill, reads["keys"], reads["values"])
+        content = self.reader.source.content(prefill, reads["keys"], reads["values"])
+        return content.to(self.reader.target.device)
 
     @torch.inference_mode()
     def map_content(self, source: ContentKV, tokens: TokenPair, tail: int = 0) -> ContentKV:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -181,8 +181,15 @@ class RowQueries:
 
 
 @contextmanager
-def record_attention(model: Any) -> Iterator[list[AttentionCall]]:
-    """Collect the attention calls of every forward pass inside the block."""
+def record_attention(
+    model: Any, whole: Callable[[Tensor, int], Tensor] = lambda part, head_dim: part
+) -> Iterator[list[AttentionCall]]:
+    """Collect the attention calls of every forward pass inside the block.
+
+    Args:
+        whole: what is recorded of a tensor, which may hold only some heads, in the dimension given,
+            or lie on another device.
+    """
     name = model.config._attn_implementation
     registry: Any = ALL_ATTENTION_FUNCTIONS
     known = registry.get(name)
@@ -193,20 +200,23 @@ def record_attention(model: Any) -> Iterator[list[AttentionCall]]:
     ) -> Any:
         original = known if known is not None else _eager(module)
 
+        queries = whole(query, 1)
+        hidden = None if mask is None else mask.to(queries.device)
+
         def again(keys: Tensor, values: Tensor) -> Tensor:
-            output: Tensor = original(module, query, keys, values, mask, **options)[0]
+            output: Tensor = original(module, queries, keys, values, hidden, **options)[0]
             return output
 
         result = original(module, query, key, value, mask, **options)
         calls.append(
             AttentionCall(
                 layer=module.layer_idx,
-                queries=query,
+                queries=queries,
                 scale=float(options.get("scaling") or query.shape[-1] ** -0.5),
                 softcap=options.get("softcap"),
-                keys=key,
-                values=value,
-                output=result[0],
+                keys=whole(key, 1),
+                values=whole(value, 1),
+                output=whole(result[0], 2),
                 _again=again,
             )
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -26,8 +26,8 @@ def build_empty_cache(config: Any) -> Any:
     return DynamicCache(config=config)
 
 
-def read_cache(cache: Any) -> list[LayerKV]:
-    """Keys and values of each layer as the model cached them (rotated).
+def read_cache(cache: Any, device: torch.device | None = None) -> list[LayerKV]:
+    """Keys and values of each layer as the model cached them (rotated), where they are or on one.
 
     Raises:
         UnsupportedTransformersError: the cache has no readable layers.
@@ -35,7 +35,9 @@ def read_cache(cache: Any) -> list[LayerKV]:
     layers = getattr(cache, "layers", None)
     if not layers or not all(hasattr(layer, "keys") for layer in layers):
         raise _unsupported(f"{type(cache).__name__} without readable layers")
-    return [(layer.keys, layer.values) for layer in layers]
+    if device is None:
+        return [(layer.keys, layer.values) for layer in layers]
+    return [(layer.keys.to(device), layer.values.to(device)) for layer in layers]
 
 
 def require_full_length(cache: Any) -> None:
@@ -138,7 +140,7 @@ def first_layers_kv(
             input_ids=ids, cache=cache, attention_mask=mask, position_ids=positions, use_cache=True
         )
     except _LayerReached:
-        return read_cache(cache)
+        return read_cache(cache, ids.device)
     raise _unsupported(f"a forward pass that never filled cache layer {count - 1}")
 
 
@@ -148,21 +150,35 @@ def copy_cache(cache: Any, rows: int = 1) -> Any:
     Args:
         rows: how often a cache of one row is repeated, without copying it.
     """
+    return map_cache(cache, (lambda x: x.expand(rows, -1, -1, -1)) if rows > 1 else (lambda x: x))
+
+
+def map_cache(cache: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A cache of the same kind that holds ``change`` of each layer's keys and values."""
     twin = DynamicCache()
     twin.layers = []
     for layer in cache.layers:
         clone = object.__new__(type(layer))
         clone.__dict__.update(layer.__dict__)
-        if rows > 1:
-            clone.keys = layer.keys.expand(rows, -1, -1, -1)
-            clone.values = layer.values.expand(rows, -1, -1, -1)
+        if layer.keys is not None:
+            clone.keys, clone.values = change(layer.keys), change(layer.values)
         twin.layers.append(clone)
     return twin
 
 
+def fill_from_parts(cache: Any, parts: Sequence[Any], dim: int) -> None:
+    """Let ``cache`` hold what caches of its rows (``dim=0``) or of its heads (1) hold together."""
+    others = [iter(read_cache(part)) for part in parts]
+    joined = map_cache(parts[0], lambda x: x)
+    for layer in joined.layers:
+        keys, values = zip(*(next(other) for other in others), strict=True)
+        layer.keys, layer.values = torch.cat(keys, dim=dim), torch.cat(values, dim=dim)
+    cache.layers = joined.layers
+
+
 def cached_tokens(cache: Any) -> int:
     """Tokens that have passed through the cache."""
-    return max(int(layer.get_seq_length()) for layer in cache.layers)
+    return max((int(layer.get_seq_length()) for layer in cache.layers), default=0)
 
 
 def check_transformers() -> None:

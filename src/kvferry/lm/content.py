@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -39,6 +40,11 @@ class ContentKV:
             keys={layer: change(x) for layer, x in self.keys.items()},
             values={layer: change(x) for layer, x in self.values.items()},
         )
+
+    def to(self, device: torch.device) -> ContentKV:
+        """The same content on another device."""
+        moved = self.map_layers(lambda x: x.to(device))
+        return replace(moved, positions=self.positions.to(device), mask=self.mask.to(device))
 
     def slice_tokens(self, start: int, stop: int) -> ContentKV:
         """Tokens ``start`` to ``stop`` of every layer (a view)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from kvferry.errors import InputError
 from kvferry.lm import cache as kv_cache
+from kvferry.lm.attention import AttentionCall, record_attention
 from kvferry.lm.content import ContentKV
 from kvferry.lm.geometry import KVGeometry
 from kvferry.lm.rope import RotaryTables, apply_rope, strip_rope
@@ -53,10 +55,19 @@ class LanguageModel:
         tokenizer: its fast tokenizer.
         name: how tables call it.
         revision: what identifies its weights (a commit or a digest).
+        device: where tokens go and caches come from; by default that of the first weight.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, name: str, revision: str) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        name: str,
+        revision: str,
+        device: torch.device | None = None,
+    ) -> None:
         kv_cache.check_transformers()
+        self._device = device
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name = name
@@ -71,15 +82,34 @@ class LanguageModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights lie."""
-        device: torch.device = next(iter(self.model.parameters())).device
-        return device
+        """Where the weights lie, or the first of them."""
+        first: torch.device = next(iter(self.model.parameters())).device
+        return first if self._device is None else self._device
 
     @property
     def dtype(self) -> torch.dtype:
         """Type of the weights and of the cache."""
         dtype: torch.dtype = next(iter(self.model.parameters())).dtype
         return dtype
+
+    @cached_property
+    def layer_devices(self) -> list[torch.device]:
+        """Where each layer runs, and keeps its cache."""
+        chosen: dict[str, Any] = getattr(self.model, "hf_device_map", {})
+        return [
+            self._device_of(f"{self.model.base_model_prefix}.layers.{layer}", chosen)
+            for layer in range(len(self.geometry.layers))
+        ]
+
+    def _device_of(self, module: str, chosen: dict[str, Any]) -> torch.device:
+        """Where a module runs, by its own entry or that of what it is part of."""
+        while module and module not in chosen:
+            module = module.rpartition(".")[0]
+        place = chosen.get(module)
+        if isinstance(place, int):
+            return torch.device("cuda", place)
+        # What lies in memory or on disk is run where the tokens are.
+        return self.device if place in (None, "cpu", "disk") else torch.device(place)
 
     @cached_property
     def sink_ids(self) -> list[int]:
@@ -161,9 +191,7 @@ class LanguageModel:
             if full_length
             else kv_cache.build_empty_cache(self.model.config)
         )
-        logits = kv_cache.forward_with_cache(
-            self.model, ids, cache, _needed(mask), positions_of(mask), keep_logits=1
-        )
+        logits = self._forward(ids, cache, _needed(mask), positions_of(mask), keep_logits=1)
         return Prefill(cache=cache, ids=ids, mask=mask, logits=logits[:, -1])
 
     def content(
@@ -179,7 +207,7 @@ class LanguageModel:
         """
         kv_cache.require_full_length(prefill.cache)
         tables = self.rotary.at(prefill.positions)
-        raw = kv_cache.read_cache(prefill.cache)
+        raw = kv_cache.read_cache(prefill.cache, self.device)
         every = range(len(raw))
         return ContentKV(
             keys={
@@ -203,8 +231,9 @@ class LanguageModel:
         for layer in range(len(self.geometry.layers)):
             keys, values = content.keys[layer], content.values[layer]
             cos, sin = (table[:, -keys.shape[2] :] for table in tables[layer])
-            rotated = apply_rope(keys, cos, sin).to(self.dtype)
-            layers.append((rotated, values.to(self.dtype)))
+            rotated = apply_rope(keys, cos, sin)
+            place = self.layer_devices[layer]
+            layers.append((rotated.to(place, self.dtype), values.to(place, self.dtype)))
         return kv_cache.build_cache(self.model.config, layers, content.tokens)
 
     @torch.inference_mode()
@@ -214,7 +243,7 @@ class LanguageModel:
         """Position-free keys and values of layer 0: a function of each token alone."""
         unique, place = torch.unique(ids, return_inverse=True)
         zero = torch.zeros(1, unique.numel(), dtype=torch.long, device=ids.device)
-        ((keys, values),) = kv_cache.first_layers_kv(self.base, unique[None], None, zero, 1)
+        ((keys, values),) = self._first_layers(unique[None], None, zero, 1)
         cos, sin = self.rotary.at(zero)[0]
         keys = strip_rope(keys, cos, sin)
         return _look_up(keys, place), _look_up(values, place)
@@ -236,9 +265,7 @@ class LanguageModel:
             first_position: of ``ids``, where the tokens before them are out of all windows.
         """
         positions = positions_of(mask) + first_position
-        coarse = product_dtype not in (None, torch.float32, self.dtype)
-        with torch.autocast(self.device.type, product_dtype, enabled=coarse):
-            raw = kv_cache.first_layers_kv(self.base, ids, _needed(mask), positions, count)
+        raw = self._first_layers(ids, _needed(mask), positions, count, product_dtype)
         tables = self.rotary.at(positions)
         return ContentKV(
             keys={i: strip_rope(k, *tables[i]) for i, (k, _) in enumerate(raw)},
@@ -272,9 +299,7 @@ class LanguageModel:
         """As :meth:`extend`; gradients reach the content that the cache was built from."""
         mask = torch.cat((past_mask, torch.ones_like(ids, dtype=torch.bool)), dim=1)
         positions = positions_of(mask)[:, past_mask.shape[1] :]
-        return kv_cache.forward_with_cache(
-            self.model, ids, cache, _needed(mask), positions, keep_logits
-        )
+        return self._forward(ids, cache, _needed(mask), positions, keep_logits)
 
     @torch.inference_mode()
     def generate(
@@ -301,6 +326,29 @@ class LanguageModel:
                 return
             yield token
             step = torch.tensor([[token]], device=self.device)
+
+    def recording(self) -> AbstractContextManager[list[AttentionCall]]:
+        """Collect the attention calls of every forward pass inside the block."""
+        return record_attention(self.model, lambda part, head_dim: part.to(self.device))
+
+    def _forward(
+        self, ids: Tensor, cache: Any, mask: Tensor | None, positions: Tensor, keep_logits: int
+    ) -> Tensor:
+        """One pass on top of ``cache``, which grows in place; see `forward_with_cache`."""
+        return kv_cache.forward_with_cache(self.model, ids, cache, mask, positions, keep_logits)
+
+    def _first_layers(
+        self,
+        ids: Tensor,
+        mask: Tensor | None,
+        positions: Tensor,
+        count: int,
+        product_dtype: torch.dtype | None = None,
+    ) -> list[kv_cache.LayerKV]:
+        """Rotated keys and values of the first ``count`` layers."""
+        coarse = product_dtype not in (None, torch.float32, self.dtype)
+        with torch.autocast(self.device.type, product_dtype, enabled=coarse):
+            return kv_cache.first_layers_kv(self.base, ids, mask, positions, count)
 
 
 def _needed(mask: Tensor) -> Tensor | None:

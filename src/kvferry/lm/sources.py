@@ -53,6 +53,20 @@ class WheelSource:
 
 
 @dataclass(frozen=True)
+class CacheShape:
+    """What a model keeps of one token, as its configuration has it; for plans before any load."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Features of one component (keys or values) a token, layer by layer."""
+        return (self.kv_heads * self.head_dim,) * self.layers
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """One model and its sources. The first source that is set is the one that is used.
 
@@ -68,6 +82,7 @@ class ModelSpec:
         licence: of the weights, named before they are fetched.
         parameters: number of weights, for memory estimates and messages.
         size: "full" for the real weights, "pico" for the miniature.
+        cache: shape of its KV cache, for memory estimates and messages.
     """
 
     name: str
@@ -79,6 +94,7 @@ class ModelSpec:
     licence: str = "unknown"
     parameters: int = 0
     size: Size = "full"
+    cache: CacheShape | None = None
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> ModelSpec:
@@ -93,6 +109,8 @@ class ModelSpec:
             parts = dict(wheel)
             parts["files"] = tuple(_build(WheelFile, dict(file)) for file in parts.get("files", ()))
             found["wheel"] = _build(WheelSource, parts)
+        if found.get("cache") is not None:
+            found["cache"] = _build(CacheShape, dict(found["cache"]))
         return _build(cls, found)
 
 
