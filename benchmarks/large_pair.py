@@ -28,7 +28,8 @@ from transformers.initialization import no_init_weights
 from kvferry.align.layers import LayerSupport, all_layers, relative_depth
 from kvferry.align.tokens import TokenAlignment
 from kvferry.calibration.reader import PairReader, TokenPair
-from kvferry.handoff.handoff import Handoff, MappedCache
+from kvferry.handoff.handoff import Handoff
+from kvferry.handoff.mapped import MappedCache
 from kvferry.lm.device import synchronize
 from kvferry.lm.geometry import KVGeometry
 from kvferry.lm.miniature_tokenizer import train_tokenizer

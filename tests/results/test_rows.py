@@ -25,7 +25,7 @@ from kvferry.results.rows import SCHEMA
 
 KEY_PARTS = (
     *("pair", "mapper", "mapper_hash", "task", "split", "condition", "metric"),
-    *("layer", "context_tokens", "seed"),
+    *("layer", "turn", "context_tokens", "seed"),
 )
 STAMP = RowStamp("a_b", "A", "B", "anchored", "h1", 0, "cpu", "float32", "c", "g")
 
@@ -55,7 +55,7 @@ def test_file_returns_the_same_rows(tmp_path: Path, rows: list[ResultRow]) -> No
 def test_columns_are_those_of_the_design() -> None:
     wanted = (
         "pair source target mapper mapper_hash task split condition metric value ci_low ci_high n "
-        "seed context_tokens unit device dtype config_hash git_commit created layer"
+        "seed context_tokens unit device dtype config_hash git_commit created layer turn"
     )
     assert set(SCHEMA) == set(wanted.split())
     assert {SCHEMA[name] for name in ("value", "ci_low", "ci_high")} == {pl.Float64()}
@@ -80,6 +80,20 @@ def test_per_layer_rows_are_allowed_where_they_make_sense() -> None:
     assert one("r2_keys", layer=0).layer == 0
     with pytest.raises(RowsError):
         one("r2_keys", layer=-1)
+
+
+def test_turns_and_conversations_go_together() -> None:
+    assert one(task="multi_turn", turn=3).turn == 3
+    for changes in ({"turn": 1}, {"task": "multi_turn"}, {"task": "multi_turn", "turn": 0}):
+        with pytest.raises(RowsError, match="wrong turn"):
+            one(**changes)  # type: ignore[arg-type]
+
+
+def test_files_from_before_there_were_turns_are_read(tmp_path: Path, rows: list[ResultRow]) -> None:
+    path = tmp_path / "rows.parquet"
+    write_rows(path, rows)
+    pl.read_parquet(path).drop("turn").write_parquet(path)
+    assert [row.key for row in read_rows(path)] == [row.key for row in rows]
 
 
 def test_a_bare_number_needs_n() -> None:
@@ -108,8 +122,9 @@ def test_a_rerun_replaces_its_own_rows_only(tmp_path: Path) -> None:
     KEY_PARTS,
 )
 def test_every_part_of_the_key_separates_rows(field: str) -> None:
-    base = one("r2_keys")
-    other = {"condition": "zero", "metric": "r2_values", "layer": 1, "context_tokens": 9, "seed": 9}
+    base = one(task="multi_turn", turn=1) if field == "turn" else one("r2_keys")
+    other = {"condition": "zero", "metric": "r2_values", "layer": 1, "turn": 2}
+    other |= {"context_tokens": 9, "seed": 9}
     changed = dataclasses.replace(base, **{field: other.get(field, "other")})
     assert len(merge_rows([base], [changed])) == 2
     assert len(merge_rows([base], [dataclasses.replace(base, value=9.0, created="x")])) == 1

@@ -1,4 +1,4 @@
-"""The installed command line: `kvferry ask`, `doctor`, `push`, `clean`."""
+"""The installed command line: `kvferry ask`, `turns`, `doctor`, `push`, `clean`."""
 
 from __future__ import annotations
 
@@ -85,6 +85,38 @@ def ask(
 
     with AskScreen(Console(), title).showing() as screen:
         answer(request, screen)
+
+
+@app.command()
+def turns(
+    there: Annotated[Path, typer.Argument(help="Run folder; its source reads first.")],
+    back: Annotated[Path, typer.Argument(help="Run folder of the opposite direction.")],
+    hand_offs: Annotated[int, typer.Option("--turns", min=1, help="Hand-offs.")] = 3,
+    contexts: Annotated[int, typer.Option(min=1, help="Conversations, a passage each.")] = 8,
+    first_tokens: Annotated[
+        int,
+        typer.Option(min=1, help="Read before the first hand-off, in its tokens."),
+    ] = 512,
+    turn_tokens: Annotated[int, typer.Option(min=8, help="Read after each hand-off.")] = 96,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the results; default: beside the first run.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Measure again.")] = False,
+) -> None:
+    """Hand a conversation back and forth between two models, and measure what each turn loses."""
+    from kvferry.app.turns import TurnsRequest
+    from kvferry.app.turns import turns as measure
+
+    request = TurnsRequest.create(
+        there,
+        back,
+        turns=hand_offs,
+        contexts=contexts,
+        first_tokens=first_tokens,
+        turn_tokens=turn_tokens,
+        out=out,
+    )
+    measure(request, Console(), force=force)
 
 
 @app.command()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import platform
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -178,3 +180,15 @@ def git_commit() -> str:
         ["git", "rev-parse", "--short=12", "HEAD"], cwd=root, capture_output=True, text=True
     )
     return done.stdout.strip() if done.returncode == 0 else f"v{kvferry.__version__}"
+
+
+def versions() -> dict[str, str]:
+    """What the numbers of a report were made with."""
+    return {
+        "kvferry": kvferry.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "pytorch-lightning": version("pytorch-lightning"),
+        "platform": platform.platform(),
+    }

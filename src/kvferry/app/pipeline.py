@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import json
-import platform
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from importlib.metadata import version
 from pathlib import Path
 
-import torch
-import transformers
 from rich.console import Console
 
-import kvferry
 from kvferry.app.calibrate import calibrate
 from kvferry.app.corpora import load_corpora
 from kvferry.app.folder import CONFIG, MAPPER, REPORT, ROWS
 from kvferry.app.identity import model_identity, portable_settings
 from kvferry.app.loggers import RunLogger
 from kvferry.app.mapper import build_mapper
-from kvferry.app.models import cache_folder, git_commit, load_handoff, open_reader
+from kvferry.app.models import cache_folder, git_commit, load_handoff, open_reader, versions
 from kvferry.app.progress import progress
 from kvferry.app.schema import RunConfig
 from kvferry.app.training import learner
@@ -179,7 +174,7 @@ def report(cfg: RunConfig, folder: Path, log: RunLogger) -> None:
         folder / REPORT,
         rows,
         config_yaml=(folder / CONFIG).read_text(),
-        versions=_versions(),
+        versions=versions(),
         samples=samples,
         title=f"{cfg.source.name} to {cfg.target.name}, {cfg.mapper.name}",
     )
@@ -247,14 +242,3 @@ def _bound_cache(cfg: RunConfig, folder: Path) -> None:
     if gone:
         size = sum(entry.bytes for entry in gone) / 1e9
         print(f"cache limit: {len(gone)} entries that were used longest ago went, {size:,.2f} GB")
-
-
-def _versions() -> dict[str, str]:
-    return {
-        "kvferry": kvferry.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "pytorch-lightning": version("pytorch-lightning"),
-        "platform": platform.platform(),
-    }

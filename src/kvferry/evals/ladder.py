@@ -12,7 +12,8 @@ from torch import Tensor
 from kvferry.evals import scoring
 from kvferry.evals.contexts import ContextShape, EvalContext
 from kvferry.evals.scoring import NativeReference, Scores
-from kvferry.handoff.handoff import Handoff, MappedCache
+from kvferry.handoff.handoff import Handoff
+from kvferry.handoff.mapped import MappedCache
 from kvferry.lm.attention import AttentionCall
 from kvferry.lm.cache import copy_cache, read_cache
 from kvferry.lm.content import ContentKV
@@ -162,11 +163,8 @@ class Ladder:
         continuation, recall = answers
         ids = torch.tensor(context.continuation, device=continuation.device)
         span = torch.tensor(context.recall, device=recall.device)
-        return Scores(
-            nll=scoring.token_nll(continuation, ids, 1),
-            kl=scoring.mean_kl(native, continuation),
-            top1_agreement=scoring.top1_agreement(native, continuation),
-            recall_nll=scoring.token_nll(recall, span, max(self.shape.recall_prompt_tokens, 1)),
+        return scoring.scores_of(
+            native, (continuation, ids), (recall, span), self.shape.recall_prompt_tokens
         )
 
     def _layers(
@@ -202,8 +200,14 @@ class Ladder:
 def finish_prefix(handoff: Handoff) -> MappedCache:
     """A cache that holds nothing but the target's own prefix."""
     prefix = handoff.prefix
-    cache = handoff.reader.target.cache_from(prefix)
-    return MappedCache(cache=cache, mask=prefix.mask, suffix_ids=[[]], provenance=[])
+    target = handoff.reader.target
+    return MappedCache(
+        cache=target.cache_from(prefix),
+        ids=torch.tensor([target.sink_ids], device=target.device),
+        mask=prefix.mask,
+        suffix_ids=[[]],
+        provenance=[],
+    )
 
 
 def _rows(x: Tensor, last: int) -> Tensor:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from kvferry.evals.ladder import PER_LAYER, ContextResult
 from kvferry.evals.latency import LatencySample
-from kvferry.results.catalogue import LATENCY_TASK
+from kvferry.evals.multi_turn import ConversationShape
+from kvferry.evals.scoring import Scores
+from kvferry.results.catalogue import LATENCY_TASK, MULTI_TURN_TASK
 from kvferry.results.rows import ResultRow, RowStamp
 from kvferry.results.statistics import (
     Interval,
@@ -16,6 +19,7 @@ from kvferry.results.statistics import (
     kl_retention,
     mean_interval,
     median_interval,
+    paired_difference,
     percentile_summary,
 )
 
@@ -31,40 +35,17 @@ def ladder_rows(
     draws: int,
 ) -> list[ResultRow]:
     """Rows of every condition on one split, intervals paired by context."""
-    rows: list[ResultRow] = []
-
-    def values(condition: str, name: str) -> list[float]:
-        return [float(getattr(result.scores[condition], name)) for result in results]
+    measured = partial(stamp.row, task=LADDER_TASK, split=split, context_tokens=context_tokens)
+    scores = [result.scores for result in results]
+    rows = [
+        measured(condition=condition, metric=metric, value=value)
+        for condition, metric, value in _intervals(scores, draws, stamp.seed)
+    ]
 
     def add(condition: str, metric: str, value: Interval, layer: int | None = None) -> None:
-        rows.append(
-            stamp.row(
-                task=LADDER_TASK,
-                split=split,
-                condition=condition,
-                metric=metric,
-                value=value,
-                context_tokens=context_tokens,
-                layer=layer,
-            )
-        )
+        rows.append(measured(condition=condition, metric=metric, value=value, layer=layer))
 
     seed = stamp.seed
-    for condition in results[0].scores:
-        nll = values(condition, "nll")
-        for metric in ("nll", "kl", "top1_agreement", "recall_nll"):
-            add(condition, metric, mean_interval(values(condition, metric), draws=draws, seed=seed))
-        add(condition, "perplexity", _exponential(mean_interval(nll, draws=draws, seed=seed)))
-        zero, native = values("zero", "nll"), values("native", "nll")
-        recall = [values(c, "recall_nll") for c in (condition, "zero", "native")]
-        add(condition, "nll_retention", floor_normalised(nll, zero, native, draws=draws, seed=seed))
-        add(condition, "recall_kept", floor_normalised(*recall, draws=draws, seed=seed))
-        kl = values(condition, "kl")
-        add(
-            condition,
-            "kl_retention",
-            kl_retention(kl, values("zero", "kl"), draws=draws, seed=seed),
-        )
     source = [r.source_nll for r in results if r.source_nll is not None]
     source = [nll for nll in source if math.isfinite(nll)]
     if source:
@@ -76,6 +57,66 @@ def ladder_rows(
     for condition, metric, numbers in _over_layers(results):
         add(condition, metric, mean_interval(numbers, draws=draws, seed=seed))
     return rows
+
+
+def multi_turn_rows(
+    stamp: RowStamp,
+    conversations: Sequence[Sequence[Mapping[str, Scores]]],
+    shape: ConversationShape,
+    *,
+    split: str,
+    draws: int,
+) -> list[ResultRow]:
+    """Rows of every turn and condition, intervals paired by conversation.
+
+    Args:
+        stamp: of the first hand-off; at every second turn source and target change places.
+        conversations: by conversation and turn, the scores of each condition.
+    """
+    rows: list[ResultRow] = []
+    swapped = replace(stamp, source=stamp.target, target=stamp.source)
+    for turn, scores in enumerate(zip(*conversations, strict=True), start=1):
+        measured = partial(
+            (stamp if turn % 2 else swapped).row,
+            task=MULTI_TURN_TASK,
+            split=split,
+            turn=turn,
+            context_tokens=shape.context_tokens(turn),
+        )
+        for condition, metric, value in _intervals(scores, draws, stamp.seed):
+            rows.append(measured(condition=condition, metric=metric, value=value))
+        drift = paired_difference(
+            [s["mapped"].kl for s in scores],
+            [s["fresh"].kl for s in scores],
+            draws=draws,
+            seed=stamp.seed,
+        )
+        rows.append(measured(condition="mapped", metric="kl_drift", value=drift))
+    return rows
+
+
+def _intervals(
+    scores: Sequence[Mapping[str, Scores]], draws: int, seed: int
+) -> Iterator[tuple[str, str, Interval]]:
+    """(condition, metric, interval) of all that follows from the scores of some contexts."""
+
+    def values(condition: str, name: str) -> list[float]:
+        return [float(getattr(by_condition[condition], name)) for by_condition in scores]
+
+    for condition in scores[0]:
+        nll, kl = values(condition, "nll"), values(condition, "kl")
+        for metric in ("nll", "kl", "top1_agreement", "recall_nll"):
+            interval = mean_interval(values(condition, metric), draws=draws, seed=seed)
+            yield condition, metric, interval
+        perplexity = _exponential(mean_interval(nll, draws=draws, seed=seed))
+        yield condition, "perplexity", perplexity
+        zero, native = values("zero", "nll"), values("native", "nll")
+        recall = [values(c, "recall_nll") for c in (condition, "zero", "native")]
+        kept = floor_normalised(nll, zero, native, draws=draws, seed=seed)
+        yield condition, "nll_retention", kept
+        yield condition, "recall_kept", floor_normalised(*recall, draws=draws, seed=seed)
+        retained = kl_retention(kl, values("zero", "kl"), draws=draws, seed=seed)
+        yield condition, "kl_retention", retained
 
 
 def _exponential(interval: Interval) -> Interval:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kvferry.evals.contexts import EvalContext
-from kvferry.handoff.handoff import Handoff, MappedCache
+from kvferry.handoff.handoff import Handoff
+from kvferry.handoff.mapped import MappedCache
 
 
 def continue_text(

@@ -71,6 +71,26 @@ def top1_agreement(native: NativeReference, logits: Float[Tensor, "tokens vocab"
     return float((native.choice == logits.argmax(dim=-1)).double().mean())
 
 
+def scores_of(
+    native: NativeReference,
+    continuation: tuple[Float[Tensor, "tokens vocab"], Int64[Tensor, " tokens"]],
+    recall: tuple[Float[Tensor, "span vocab"], Int64[Tensor, " span"]],
+    prompt: int,
+) -> Scores:
+    """What one cache is worth.
+
+    Args:
+        continuation, recall: logits, and the ids that were run.
+        prompt: first tokens of the recalled span that are given, at least one.
+    """
+    return Scores(
+        nll=token_nll(*continuation, 1),
+        kl=mean_kl(native, continuation[0]),
+        top1_agreement=top1_agreement(native, continuation[0]),
+        recall_nll=token_nll(*recall, max(prompt, 1)),
+    )
+
+
 def r2_about_mean(
     predicted: Float[Tensor, "tokens features"], wanted: Float[Tensor, "tokens features"]
 ) -> float:

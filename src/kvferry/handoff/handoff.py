@@ -5,20 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvferry.align.tokens import context_token_count
 from kvferry.calibration.reader import PairReader, TokenPair
 from kvferry.errors import ArtefactError, InputError
+from kvferry.handoff.mapped import MappedCache, pad_left
 from kvferry.handoff.origins import load_pair
 from kvferry.handoff.provenance import Provenance
+from kvferry.handoff.sinks import beneath, lift_sinks, plant_sinks
+from kvferry.lm.cache import full_length_cache_of, read_cache
 from kvferry.lm.content import ContentKV
 from kvferry.lm.device import synchronize
 from kvferry.lm.model import LanguageModel, Prefill
@@ -26,25 +28,6 @@ from kvferry.mappers.hub import MapperArtefact
 from kvferry.mappers.inputs import MapperInputs
 from kvferry.mappers.mapper import Mapper
 from kvferry.mappers.prefix import keep_prefix
-
-
-@dataclass(frozen=True)
-class MappedCache:
-    """A cache that the target decodes from at once.
-
-    Args:
-        cache: of the target's own kind; decoding grows it in place.
-        mask: which positions hold context, ``[batch, tokens]``.
-        suffix_ids: target tokens of each row still to be run: the suffix, healed at the boundary.
-        provenance: what it is made of, one a row.
-        milliseconds: time spent in each step.
-    """
-
-    cache: Any
-    mask: Bool[Tensor, "batch tokens"]
-    suffix_ids: list[list[int]]
-    provenance: list[Provenance]
-    milliseconds: dict[str, float] = field(default_factory=dict)
 
 
 class Handoff:
@@ -133,7 +116,11 @@ class Handoff:
 
     @torch.inference_mode()
     def transfer(
-        self, prefill: Prefill, suffix: str = "", native_tail: int | None = None
+        self,
+        prefill: Prefill,
+        suffix: str = "",
+        native_tail: int | None = None,
+        full_length: bool = False,
     ) -> MappedCache:
         """Carry a source cache over, row by row.
 
@@ -144,6 +131,8 @@ class Handoff:
             prefill: what the source has read, with every layer at full length.
             suffix: text that follows the context; its tokens come back in ``suffix_ids``.
             native_tail: overrides the hand-off's own.
+            full_length: map windowed layers at every token, and native layers too, so that the
+                target's cache can be carried on; see :meth:`read_on`.
 
         Raises:
             InputError: a row without text, or longer than the target's context.
@@ -161,9 +150,43 @@ class Handoff:
             row = content.select_row(index).slice_tokens(start, content.tokens)
             with _clock(clock, "map_ms", target):
                 tail = self._tail(tokens, native_tail)
-                mapped.append(self.map_content(row, tokens, tail))
-        out = self.finish(mapped, [tokens for tokens, _ in rows], clock)
-        return replace(out, suffix_ids=[suffix_ids for _, suffix_ids in rows])
+                mapped.append(self.map_content(row, tokens, tail, full_length))
+        out = self.finish(mapped, [tokens for tokens, _ in rows], clock, full_length)
+        return replace(
+            out,
+            suffix_ids=[suffix_ids for _, suffix_ids in rows],
+            provenance=[replace(p, hand_offs=prefill.hand_offs + 1) for p in out.provenance],
+        )
+
+    @torch.inference_mode()
+    def read_on(
+        self, carried: MappedCache, ids: Int[Tensor, "batch new"]
+    ) -> tuple[Prefill, Float[Tensor, "batch new vocab"]]:
+        """The target reads ``ids`` on top of a carried cache, which grows in place.
+
+        Returns:
+            What the target then holds, to be carried on by the mapper of the way back, with mapped
+            tokens in the place of planted sinks; and the logits of each token.
+
+        Raises:
+            ArtefactError: windowed layers hold their windows alone.
+        """
+        if carried.beneath is None:
+            raise ArtefactError(
+                "This cache cannot be carried on: its windowed layers hold their windows alone.",
+                fix="carry it over with transfer(..., full_length=True)",
+            )
+        target = self.reader.target
+        logits = target.extend(carried.cache, ids, carried.mask)
+        held = lift_sinks(read_cache(carried.cache), target.rotated(carried.beneath))
+        before = Prefill(
+            cache=full_length_cache_of(held),
+            ids=carried.ids,
+            mask=carried.mask,
+            logits=logits[:, -1],
+            hand_offs=max(stamp.hand_offs for stamp in carried.provenance),
+        )
+        return before.grown(ids, logits), logits
 
     def source_content(self, prefill: Prefill) -> ContentKV:
         """Strip the layers that the mapper reads, and no others."""
@@ -172,17 +195,23 @@ class Handoff:
         return content.to(self.reader.target.device)
 
     @torch.inference_mode()
-    def map_content(self, source: ContentKV, tokens: TokenPair, tail: int = 0) -> ContentKV:
+    def map_content(
+        self, source: ContentKV, tokens: TokenPair, tail: int = 0, full_length: bool = False
+    ) -> ContentKV:
         """Target content of one context, all but its last ``tail`` tokens.
 
-        The prefix is the target's own; windowed layers hold their last ``window - 1`` tokens.
+        The prefix is the target's own; windowed layers hold their last ``window - 1`` tokens, or,
+        with ``full_length``, all of them and no planted sinks.
         """
         target = self.reader.target
         ids = tokens.target_ids[: len(tokens.target_ids) - tail]
         anchors = self.reader.anchors(ids)
         native = None
+        first = self.mapper.first_tokens(len(ids))
+        if full_length:
+            first = [0] * len(first)
         if self.mapper.native_layers > 1:
-            start = len(ids) - self.mapper.native_tokens(len(ids))
+            start = 0 if full_length else len(ids) - self.mapper.native_tokens(len(ids))
             native = target.native_prefix(
                 *target.batch([ids[start:]]),
                 self.mapper.native_layers,
@@ -195,20 +224,30 @@ class Handoff:
             anchors=anchors,
             native=native,
         )
-        return self.keep_prefix(self.mapper.map(inputs, self.mapper.first_tokens(len(ids))))
+        return self.keep_prefix(self.mapper.map(inputs, first))
 
     def finish(
         self,
         mapped: Sequence[ContentKV],
         tokens: Sequence[TokenPair],
         clock: dict[str, float] | None = None,
+        full_length: bool = False,
     ) -> MappedCache:
-        """Rotate, batch with left padding, build the cache and run the native tails."""
+        """Rotate, batch with left padding, build the cache and run the native tails.
+
+        Args:
+            mapped: by row, what :meth:`map_content` gives, with the same ``full_length``.
+        """
         clock = {} if clock is None else clock
         target = self.reader.target
+        below = None
         with _clock(clock, "build_ms", target.device):
             content = pad_left(mapped)
-            cache = target.cache_from(content)
+            if full_length:
+                bare = content
+                content = pad_left([plant_sinks(r, self.prefix, self.mapper) for r in mapped])
+                below = beneath(bare, content)
+            cache = target.cache_from(content, full_length)
         tails = [t.target_ids[c.tokens :] for t, c in zip(tokens, mapped, strict=True)]
         mask = content.mask
         with _clock(clock, "tail_ms", target.device):
@@ -218,10 +257,12 @@ class Handoff:
                 mask = torch.cat((mask, torch.ones_like(ids, dtype=torch.bool)), dim=1)
         return MappedCache(
             cache=cache,
+            ids=target.batch([t.target_ids for t in tokens])[0],
             mask=mask,
             suffix_ids=[[] for _ in mapped],
             provenance=[self._stamp(c, len(t)) for c, t in zip(mapped, tails, strict=True)],
             milliseconds=clock,
+            beneath=below,
         )
 
     def _row_ids(self, prefill: Prefill) -> list[list[int]]:
@@ -269,33 +310,6 @@ class Handoff:
             mapped_tokens=content.tokens - self.prefix.tokens,
             native_tokens=self.prefix.tokens + tail,
         )
-
-
-def pad_left(rows: Sequence[ContentKV]) -> ContentKV:
-    """One batch from single rows; layers of a row may hold only its last tokens."""
-    if len(rows) == 1:
-        return rows[0]
-    longest = max(row.tokens for row in rows)
-
-    def stack(component: str) -> dict[int, Tensor]:
-        out = {}
-        for layer in getattr(rows[0], component):
-            parts = [getattr(row, component)[layer] for row in rows]
-            width = max(part.shape[2] for part in parts)
-            out[layer] = torch.cat(
-                [torch.nn.functional.pad(p, (0, 0, width - p.shape[2], 0)) for p in parts]
-            )
-        return out
-
-    def widen(x: Tensor, tokens: int) -> Tensor:
-        return torch.nn.functional.pad(x, (longest - tokens, 0))
-
-    return ContentKV(
-        keys=stack("keys"),
-        values=stack("values"),
-        positions=torch.cat([widen(row.positions, row.tokens) for row in rows]),
-        mask=torch.cat([widen(row.mask, row.tokens) for row in rows]),
-    )
 
 
 @contextmanager

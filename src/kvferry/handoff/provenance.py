@@ -15,6 +15,8 @@ class Provenance:
         mapper_hash: digest of the mapper's weights.
         mapped_tokens: context tokens whose KV is approximate.
         native_tokens: context tokens that the target read itself (prefix and tail).
+        hand_offs: how often the context was carried, this time included: above 1 the source's own
+            cache was a mapped one in part.
         exact: always False; an exact-prefix cache must refuse what says so.
     """
 
@@ -24,4 +26,5 @@ class Provenance:
     mapper_hash: str
     mapped_tokens: int
     native_tokens: int
+    hand_offs: int = 1
     exact: bool = False

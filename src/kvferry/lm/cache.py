@@ -57,6 +57,14 @@ def require_full_length(cache: Any) -> None:
         )
 
 
+def full_length_cache_of(layers: Sequence[LayerKV]) -> Any:
+    """A cache that keeps every token, filled with ``layers`` (rotated keys, values)."""
+    cache: Any = DynamicCache()
+    for index, (keys, values) in enumerate(layers):
+        cache.update(keys, values, index)
+    return cache
+
+
 def build_cache(config: Any, layers: Sequence[LayerKV], total_tokens: int) -> Any:
     """A cache of the model's own kind, filled with ``layers`` (rotated keys, values).
 

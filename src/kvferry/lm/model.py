@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -29,17 +29,30 @@ class Prefill:
         cache: the model's cache, as transformers keeps it.
         ids, mask: the tokens read and which of them are real (left padding).
         logits: of the last token of each row.
+        hand_offs: how often a part of the cache was carried over; 0 where all of it was read.
     """
 
     cache: Any
     ids: Int[Tensor, "batch tokens"]
     mask: Bool[Tensor, "batch tokens"]
     logits: Float[Tensor, "batch vocab"]
+    hand_offs: int = 0
 
     @property
     def positions(self) -> Int[Tensor, "batch tokens"]:
         """Rope position of each token."""
         return positions_of(self.mask)
+
+    def grown(
+        self, ids: Int[Tensor, "batch new"], logits: Float[Tensor, "batch kept vocab"]
+    ) -> Prefill:
+        """After ``ids`` were run on top of the cache, with the logits that this gave."""
+        return replace(
+            self,
+            ids=torch.cat((self.ids, ids), dim=1),
+            mask=torch.cat((self.mask, torch.ones_like(ids, dtype=torch.bool)), dim=1),
+            logits=logits[:, -1],
+        )
 
 
 def positions_of(mask: Bool[Tensor, "batch tokens"]) -> Int[Tensor, "batch tokens"]:
@@ -221,20 +234,27 @@ class LanguageModel:
             mask=prefill.mask,
         )
 
-    def cache_from(self, content: ContentKV) -> Any:
+    def cache_from(self, content: ContentKV, full_length: bool = False) -> Any:
         """A cache to decode from: keys rotated to their positions, windows cut.
 
-        Layers may hold only their last tokens (windowed layers need no more).
+        Layers may hold only their last tokens (windowed layers need no more); ``full_length`` keeps
+        all of them, for a cache that is carried on.
         """
+        layers = list(self.rotated(content).values())
+        if full_length:
+            return kv_cache.full_length_cache_of(layers)
+        return kv_cache.build_cache(self.model.config, layers, content.tokens)
+
+    def rotated(self, content: ContentKV) -> dict[int, kv_cache.LayerKV]:
+        """Keys at their positions, and values, in the cache's number format, by layer."""
         tables = self.rotary.at(content.positions)
-        layers = []
-        for layer in range(len(self.geometry.layers)):
+        layers = {}
+        for layer in sorted(content.keys):
             keys, values = content.keys[layer], content.values[layer]
             cos, sin = (table[:, -keys.shape[2] :] for table in tables[layer])
-            rotated = apply_rope(keys, cos, sin)
-            place = self.layer_devices[layer]
-            layers.append((rotated.to(place, self.dtype), values.to(place, self.dtype)))
-        return kv_cache.build_cache(self.model.config, layers, content.tokens)
+            rotated, place = apply_rope(keys, cos, sin), self.layer_devices[layer]
+            layers[layer] = rotated.to(place, self.dtype), values.to(place, self.dtype)
+        return layers
 
     @torch.inference_mode()
     def anchors(

@@ -83,8 +83,8 @@ def new_folder(final: Path) -> Iterator[Path]:
             yield temporary
             # mkdtemp and safetensors write for the owner alone; a cache may be shared.
             temporary.chmod(0o755)
-            for path in temporary.iterdir():
-                path.chmod(0o644)
+            for path in temporary.rglob("*"):
+                path.chmod(0o755 if path.is_dir() else 0o644)
             os.replace(temporary, final)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)

@@ -46,6 +46,13 @@ METRICS: dict[str, Metric] = {
         "1 - KL / KL of zero context. 1 = indistinguishable from native, 0 = no better than "
         "dropping the context, negative = worse than dropping it.",
     ),
+    "kl_drift": Metric(
+        "KL drift",
+        "nats/token",
+        "lower",
+        "KL of this turn beyond that of one hand-off of the same conversation, read by the other "
+        "model itself: what earlier hand-offs have added. The first turn is 0 by definition.",
+    ),
     "nll": Metric(
         "NLL",
         "nats/token",
@@ -151,6 +158,11 @@ CONDITIONS: dict[str, tuple[str, str]] = {
         "mapped + native tail",
         "translated cache, and the target runs the last few context tokens itself",
     ),
+    "fresh": (
+        "fresh hand-off",
+        "one hand-off of the same conversation, which the source has read itself: what is not "
+        "drift",
+    ),
     "zero": ("zero context", "the target sees nothing of the context: the lower anchor"),
     "identity": ("identity", "same model on both sides, nothing changed: must equal native"),
     "text": ("text", "the source hands text over instead of its cache"),
@@ -166,6 +178,8 @@ MAPPER_FREE_CONDITIONS = ("native", "zero", "text", "source")
 
 LATENCY_TASK = "latency"
 LATENCY_SPLITS = ("p50", "p95")
+MULTI_TURN_TASK = "multi_turn"
+TURN_METRICS = ("kl", "kl_drift", "nll_retention", "top1_agreement", "recall_kept")
 LADDER_TASKS = ("ladder", "recall")
 QUALITY_METRICS = (
     "kl",

@@ -32,6 +32,7 @@ from kvferry.results.tables import (
     latency_title,
     line_n,
 )
+from kvferry.results.turn_plot import turns_figure
 from kvferry.results.verdict import Verdict, headline, main_block, verdicts
 from kvferry.results.views import Block, latency_blocks, pairs_of, quality_blocks
 
@@ -101,6 +102,7 @@ class _Section:
     retention: _Picture | None
     layers: _Picture | None
     timing: _Picture | None
+    turns: _Picture | None
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ def write_report(
     pictures = [tradeoff] + [
         picture
         for section in sections
-        for picture in (section.retention, section.layers, section.timing)
+        for picture in (section.retention, section.layers, section.timing, section.turns)
     ]
     written = []
     for picture in pictures:
@@ -191,6 +193,13 @@ def _section(rows: Sequence[ResultRow], pair: str) -> _Section:
             "Time to build the target's cache, and to the first token after it. The source has "
             "already read the context; its own reading is in the table.",
             lambda theme: latency_figure(mine, pair, theme=theme),
+        ),
+        turns=_picture(
+            f"{slug}_turns",
+            "A conversation handed back and forth. Mapped: each hand-off carries what the one "
+            "before has mapped. Fresh: the sender has read the same text itself. What lies between "
+            "them is drift.",
+            lambda theme: turns_figure(mine, pair, theme=theme),
         ),
     )
 

@@ -3,6 +3,9 @@
 Conventions a reader of the file needs:
 
 * `layer` is None for a whole-model number and the target layer for a per-layer one.
+* `turn` counts the hand-offs of a conversation from 1 (task `multi_turn`) and is None elsewhere;
+  `source` and `target` are those of the turn, `pair` and `context_tokens` those of the model that
+  starts. Files written before there were turns lack the column and are read as they were.
 * Timings have task `latency` and split `p50` or `p95`; `context_tokens` is the context length.
 * `ci_low` and `ci_high` are nan where no interval can be given (one passage, a p95).
 * `created` is an ISO 8601 time in UTC.
@@ -24,10 +27,17 @@ from pathlib import Path
 import polars as pl
 
 from kvferry.errors import KVFerryError, StorageError
-from kvferry.results.catalogue import CONDITIONS, LATENCY_SPLITS, LATENCY_TASK, METRICS
+from kvferry.results.catalogue import (
+    CONDITIONS,
+    LATENCY_SPLITS,
+    LATENCY_TASK,
+    METRICS,
+    MULTI_TURN_TASK,
+)
 from kvferry.results.statistics import Interval
 
-RowKey = tuple[str, str, str, str, str, str, str, int | None, int, int]
+RowKey = tuple[str, str, str, str, str, str, str, int | None, int | None, int, int]
+NULLABLE = ("layer", "turn")
 
 
 class RowsError(KVFerryError):
@@ -50,7 +60,8 @@ class ResultRow:
     """One measurement; the fields are the columns of `rows.parquet`.
 
     Raises:
-        RowsError: unknown metric or condition, wrong unit, or a layer where none belongs.
+        RowsError: unknown metric or condition, wrong unit, a layer where none belongs, or a turn
+            without a conversation.
     """
 
     pair: str
@@ -63,6 +74,7 @@ class ResultRow:
     condition: str
     metric: str
     layer: int | None
+    turn: int | None
     value: float
     ci_low: float
     ci_high: float
@@ -98,6 +110,13 @@ class ResultRow:
                 expected="a layer >= 0" if metric.per_layer else "no layer",
                 fix="Set layer=None for whole-model numbers.",
             )
+        if (self.turn is not None and self.turn > 0) != (self.task == MULTI_TURN_TASK):
+            raise RowsError(
+                f"A row of task {self.task} has the wrong turn.",
+                found=self.turn,
+                expected="1 or more" if self.task == MULTI_TURN_TASK else "none",
+                fix=f"Count turns from 1 in task {MULTI_TURN_TASK}, and leave them out elsewhere.",
+            )
 
     @property
     def key(self) -> RowKey:
@@ -111,6 +130,7 @@ class ResultRow:
             self.condition,
             self.metric,
             self.layer,
+            self.turn,
             self.context_tokens,
             self.seed,
         )
@@ -147,6 +167,7 @@ class RowStamp:
         context_tokens: int,
         n: int | None = None,
         layer: int | None = None,
+        turn: int | None = None,
     ) -> ResultRow:
         """A row stamped now, with the metric's unit.
 
@@ -175,6 +196,7 @@ class RowStamp:
             condition=condition,
             metric=metric,
             layer=layer,
+            turn=turn,
             value=interval.value,
             ci_low=interval.low,
             ci_high=interval.high,
@@ -257,6 +279,9 @@ def read_rows(path: Path) -> list[ResultRow]:
             found=f"{path}: {error}",
             fix="Delete it and run the evaluation stage again.",
         ) from error
+    if set(SCHEMA) - set(table.columns) == {"turn"}:
+        table = table.with_columns(turn=pl.lit(None, dtype=pl.Int64))
+        table = table.select(*SCHEMA, *(name for name in table.columns if name not in SCHEMA))
     if table.schema != SCHEMA:
         wrong = [
             f"{name} ({table.schema.get(name, 'missing')} instead of {SCHEMA.get(name, 'none')})"
@@ -269,7 +294,7 @@ def read_rows(path: Path) -> list[ResultRow]:
             expected=", ".join(SCHEMA),
             fix="Run the evaluation stage again with this version.",
         )
-    empty = [name for name in SCHEMA if name != "layer" and table[name].null_count()]
+    empty = [name for name in SCHEMA if name not in NULLABLE and table[name].null_count()]
     if empty:
         raise RowsError(
             "The result file has holes.",

@@ -85,7 +85,9 @@ def head(metric: str) -> str:
 def block_title(block: Block) -> str:
     """What a quality block shows, for captions."""
     parts = [f"{block.source} to {block.target}", block.split]
-    if block.task:
+    if block.turn is not None:
+        parts.append(f"hand-off {block.turn} of the conversation")
+    elif block.task:
         parts.append(block.task)
     elif len(block.mappers) == 1:
         parts.append(f"mapper {block.mappers[0]}")

@@ -17,6 +17,7 @@ from kvferry.results.views import (
     Line,
     latency_blocks,
     quality_blocks,
+    turn_blocks,
 )
 
 Answer = Literal["yes", "no", "open"]
@@ -80,6 +81,8 @@ def verdicts(rows: Sequence[ResultRow], pair: str) -> list[Verdict]:
         kl = identity.cells["kl"].value
         answer: Answer = "yes" if kl < 1e-3 else "no"
         found.append(Verdict(answer, f"Identity mapper equals native: KL {kl:.2g}."))
+    if drift := _drift(rows, pair):
+        found.append(drift)
     timed = _latency(rows, pair, line.mapper if line else "")
     if timed and (gains := _gains(timed)):
         found.append(_against_prefill(gains))
@@ -166,6 +169,22 @@ def _recall(line: Line) -> Verdict | None:
     if cell.low > 0:
         return Verdict("yes", f"Long-range recall survives in part: {numbers}.")
     return Verdict("no", f"Long-range recall is not shown to survive: {numbers}.")
+
+
+def _drift(rows: Sequence[ResultRow], pair: str) -> Verdict | None:
+    """Whether errors add up from hand-off to hand-off, judged at the last of several."""
+    block = next(iter(turn_blocks(rows, pair)[1:][-1:]), None)
+    line = _champion(block) if block else None
+    if block is None or line is None or "kl_drift" not in line.cells:
+        return None
+    drift, kl = line.cells["kl_drift"], line.cells["kl"].value
+    numbers = f"KL {kl:.3f} after hand-off {block.turn}, {kl - drift.value:.3f} after a fresh one"
+    if not drift.has_interval:
+        return Verdict("open", f"Drift: {numbers}; no interval to judge by.")
+    numbers += f"; drift {drift.value:.3f} [{drift.low:.3f}, {drift.high:.3f}]"
+    if drift.low > 0:
+        return Verdict("no", f"Errors add up over hand-offs: {numbers}.")
+    return Verdict("yes", f"Errors are not shown to add up over hand-offs: {numbers}.")
 
 
 def _against_controls(block: Block, line: Line) -> Verdict | None:

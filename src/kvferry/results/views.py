@@ -18,7 +18,9 @@ from kvferry.results.catalogue import (
     MAPPED_CONDITIONS,
     MAPPER_FREE_CONDITIONS,
     METRICS,
+    MULTI_TURN_TASK,
     QUALITY_METRICS,
+    TURN_METRICS,
     condition_label,
 )
 from kvferry.results.rows import ResultRow
@@ -71,7 +73,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Block:
-    """The quality table of one pair on one split at one context length."""
+    """The quality table of one pair on one split at one context length, and at one turn if any."""
 
     pair: str
     source: str
@@ -81,6 +83,7 @@ class Block:
     context_tokens: int
     metrics: tuple[str, ...]
     lines: tuple[Line, ...]
+    turn: int | None = None
 
     @property
     def mappers(self) -> tuple[str, ...]:
@@ -150,18 +153,21 @@ def pairs_of(rows: Sequence[ResultRow]) -> tuple[str, ...]:
 
 
 def quality_blocks(rows: Sequence[ResultRow]) -> list[Block]:
-    """One block a pair, task, split and context length; continuation and recall share a block."""
+    """One block a pair, task, split, turn and context length.
+
+    Continuation and recall share a block.
+    """
     names = MapperNames(rows)
-    groups: dict[tuple[str, str, str, int], list[ResultRow]] = defaultdict(list)
+    groups: dict[tuple[str, str, str, int | None, int], list[ResultRow]] = defaultdict(list)
     for row in rows:
         if row.task != LATENCY_TASK and row.layer is None:
             task = "" if row.task in LADDER_TASKS else row.task
-            groups[row.pair, task, row.split, row.context_tokens].append(row)
+            groups[row.pair, task, row.split, row.turn, row.context_tokens].append(row)
     order = {pair: index for index, pair in enumerate(pairs_of(rows))}
     blocks = []
-    for (pair, task, split, context), members in groups.items():
+    for (pair, task, split, turn, context), members in groups.items():
         present = dict.fromkeys(row.metric for row in members)
-        wanted = QUALITY_METRICS if not task else tuple(METRICS)
+        wanted = {"": QUALITY_METRICS, MULTI_TURN_TASK: TURN_METRICS}.get(task, tuple(METRICS))
         metrics = tuple(name for name in wanted if name in present)
         if not metrics:
             continue
@@ -175,9 +181,22 @@ def quality_blocks(rows: Sequence[ResultRow]) -> list[Block]:
                 context,
                 metrics,
                 _lines(members, names),
+                turn,
             )
         )
     return sorted(blocks, key=lambda block: (order[block.pair], block.task != ""))
+
+
+def turn_blocks(rows: Sequence[ResultRow], pair: str | None = None) -> list[Block]:
+    """The blocks of one pair's first split, hand-off by hand-off.
+
+    Args:
+        pair: the first one with turns where None.
+    """
+    blocks = [block for block in quality_blocks(rows) if block.turn is not None]
+    blocks = [block for block in blocks if block.pair == (pair or blocks[0].pair)]
+    same = [block for block in blocks if block.split == blocks[0].split]
+    return sorted(same, key=lambda block: block.turn or 0)
 
 
 def _lines(rows: Sequence[ResultRow], names: MapperNames) -> tuple[Line, ...]:
