@@ -67,7 +67,7 @@ def load_reader(
     """
     models = _load_models(cfg, rank, group)
     source, target = (models[side] for side in _sides(cfg))
-    return PairReader(source, target, device=device and torch.device(device))
+    return PairReader(source, target, device=torch.device(device) if device else None)
 
 
 def _sides(cfg: RunConfig) -> list[tuple[ModelSpec, str | None]]:
