@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from kvferry.app import checks
 from kvferry.app.arguments import split
 from kvferry.app.compose import compose
 from kvferry.app.mapper import build_mapper
@@ -35,8 +36,15 @@ def choose(file: Path, text: Path) -> list[str]:
         "data/hub": [f"data.dataset={text}"],
         "experiment/prototype": [f"data.path={text}"],
         "mapper/identity": ["pair=smollm2_smollm2"],
+        "trainer/tensor_parallel": ["pair=llama70b_qwen7b"],
     }
     return [f"{group}={name}", *needs.get(f"{group}/{name}", [])]
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is optional is no matter of the files."""
+    monkeypatch.setattr(checks, "installed", lambda name: True)
 
 
 @pytest.fixture

@@ -30,6 +30,12 @@ needs_deepspeed = pytest.mark.skipif(
 )
 
 
+@pytest.fixture
+def packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything is installed, as far as settings are concerned."""
+    monkeypatch.setattr(checks, "installed", lambda name: True)
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -70,16 +76,10 @@ def test_what_cannot_be_divided_is_told_before_anything_loads(
 def test_a_missing_package_is_named(
     trainer: str, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(checks, "installed", lambda name: False)
     with pytest.raises(ConfigurationError, match=f"needs {package}: pip install") as caught:
         compose([BIG, f"trainer={trainer}", "trainer.source_device=x"])
     assert str(caught.value).startswith("2 settings are wrong"), "all of them at once"
-
-
-@pytest.fixture
-def packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything is installed, as far as settings are concerned."""
-    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: name)
 
 
 @pytest.mark.usefixtures("packages")

@@ -15,6 +15,11 @@ from kvferry.lm.sharding import DIVISIBLE, PACKAGES, indivisible
 Check = Callable[[RunConfig], Iterator[Mistake]]
 
 
+def installed(package: str) -> bool:
+    """Whether a package could be imported."""
+    return importlib.util.find_spec(package) is not None
+
+
 def recall_span(cfg: RunConfig) -> Iterator[Mistake]:
     """The span that recall repeats lies inside the context, its prompt before it."""
     end = cfg.eval.recall_start + cfg.eval.recall_tokens
@@ -124,7 +129,7 @@ def sharding(cfg: RunConfig) -> Iterator[Mistake]:
             "leave 1, and choose devices with CUDA_VISIBLE_DEVICES",
         )
     package = PACKAGES[trainer.sharding]
-    if importlib.util.find_spec(package) is None:
+    if not installed(package):
         yield Mistake(
             "trainer.sharding",
             f"{trainer.sharding} needs {package}: pip install 'kvferry[distributed]'",
@@ -165,7 +170,7 @@ def own_devices(cfg: RunConfig) -> Iterator[Mistake]:
 def loggers(cfg: RunConfig) -> Iterator[Mistake]:
     """The packages behind the loggers are installed."""
     for name, package in (("wandb", "wandb"), ("tensorboard", "tensorboard")):
-        if getattr(cfg.logger, name) and importlib.util.find_spec(package) is None:
+        if getattr(cfg.logger, name) and not installed(package):
             yield Mistake("logger", f"{name} is not installed: pip install 'kvferry[tracking]'")
 
 

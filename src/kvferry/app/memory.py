@@ -17,9 +17,7 @@ def cache_shape(model: ModelSpec) -> CacheShape | None:
     from kvferry.lm.pico import RECIPES  # heavy: only where a miniature is asked about
 
     recipe = RECIPES.get(model.pico_architecture)
-    if recipe is None:
-        return None
-    return CacheShape(recipe.layers, recipe.kv_heads, recipe.head_dim)
+    return CacheShape(recipe.layers, recipe.kv_heads, recipe.head_dim) if recipe else None
 
 
 def memory_plan(cfg: RunConfig) -> Iterator[str]:
@@ -46,11 +44,12 @@ def moments_bytes(cfg: RunConfig, source: CacheShape, target: CacheShape) -> int
     from kvferry.calibration.statistics import CalibrationPlan
     from kvferry.lm.geometry import KVGeometry, LayerGeometry
 
-    reads, writes = (
-        KVGeometry("", (LayerGeometry(s.kv_heads, s.head_dim),) * s.layers, 0, 0, 0, 0, "")
-        for s in (source, target)
-    )
-    layouts = CalibrationPlan(cfg.data.passage_tokens).layouts_of(reads, writes)
+    def geometry(shape: CacheShape) -> KVGeometry:
+        layers = (LayerGeometry(shape.kv_heads, shape.head_dim),) * shape.layers
+        return KVGeometry("", layers, 0, 0, 0, 0, "")
+
+    plan = CalibrationPlan(cfg.data.passage_tokens)
+    layouts = plan.layouts_of(geometry(source), geometry(target))
     return sum(_sums(layout.width, target.widths) for layout in layouts.values())
 
 
