@@ -1,5 +1,7 @@
 """The errors a user can meet: each says what is wrong, what was expected and what to do."""
 
+from collections.abc import Sequence
+
 
 class KVFerryError(Exception):
     """Base of every error that kvferry raises for a mistake in its input or environment.
@@ -70,3 +72,16 @@ class HubError(KVFerryError):
 
 class ConfigurationError(KVFerryError):
     """One or more settings are wrong; all of them are listed."""
+
+
+class SettingsError(ConfigurationError):
+    """Settings of one thing are out of range.
+
+    Args:
+        rules: what they must be, a sentence each that opens with the setting.
+        fix: see :class:`KVFerryError`.
+    """
+
+    def __init__(self, rules: Sequence[str], *, fix: str) -> None:
+        self.rules = tuple(rules)
+        super().__init__(f"Settings are out of range: {'; '.join(rules)}.", fix=fix)

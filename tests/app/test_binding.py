@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvferry.app.binding import Mistake, Range, bind, did_you_mean
 from kvferry.app.schema import EvalConfig, to_plain
-from kvferry.errors import ConfigurationError
+from kvferry.errors import ConfigurationError, SettingsError
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,23 @@ def test_an_error_of_the_class_itself_is_a_mistake() -> None:
     mistakes: list[Mistake] = []
     assert bind(Picky, {"x": 1}, mistakes, where="mapper") is None
     assert mistakes == [Mistake("mapper", "x must vanish.")]
+
+
+def test_rules_of_the_class_are_a_mistake_each() -> None:
+    @dataclass(frozen=True)
+    class Ruled:
+        x: int = 0
+        y: int = 0
+
+        def __post_init__(self) -> None:
+            raise SettingsError(["x must vanish", "x and y must agree"], fix="Leave them.")
+
+    mistakes: list[Mistake] = []
+    assert bind(Ruled, {"x": 1}, mistakes, where="mapper.start") is None
+    assert mistakes == [
+        Mistake("mapper.start.x", "must vanish"),
+        Mistake("mapper.start", "x and y must agree"),
+    ]
 
 
 def test_did_you_mean_stays_silent_for_something_else() -> None:

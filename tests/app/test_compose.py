@@ -14,9 +14,9 @@ from kvferry.errors import ConfigurationError
 SAME = ["pair=smollm2_smollm2"]
 
 
-def refusal(*overrides: str) -> str:
+def refusal(*overrides: str, deep: bool = False) -> str:
     with pytest.raises(ConfigurationError) as caught:
-        compose(overrides)
+        compose(overrides, deep=deep)
     return str(caught.value)
 
 
@@ -51,6 +51,35 @@ def test_all_mistakes_in_one_message() -> None:
         assert part in message
     assert message.startswith("8 settings are wrong")
     assert "windw" not in message, "a setting of an unknown choice cannot be judged"
+
+
+def test_a_mapper_inside_a_mapper_is_chosen_and_judged_like_one() -> None:
+    inner = "mapper@mapper.start=full_head_ridge"
+    cfg = compose(["mapper=mobility", inner, "mapper.start.ridge=0.5"], deep=True)
+    start = cfg.mapper.options["start"]
+    assert start["_target_"].endswith("FullHeadRidge") and start["ridge"] == 0.5
+    message = refusal(
+        "mapper=mobility",
+        inner,
+        "mapper.start.ridge=-1",
+        "mapper.rank=0",
+        "mapper.mixers=none",
+        "seed=x",
+        deep=True,
+    )
+    for part in (
+        "3 settings are wrong",
+        "mapper.start.ridge: must be auto or at least 0",
+        "mapper.mixers: must be a whole number",
+        "seed: must be a whole number",
+    ):
+        assert part in message
+    message = refusal("mapper=mobility", inner, "mapper.start.rigde=1", "mapper.rank=0", deep=True)
+    assert "mapper.start.rigde: no such setting. Did you mean `mapper.start.ridge`?" in message
+    assert "rank, directions, kernel and width must be at least 1" in message
+    assert "Did you mean `anchored`?" in refusal("mapper=mobility", "mapper@mapper.start=anchord")
+    unnamed = refusal("mapper=mobility", "mapper.start=anchored", deep=True)
+    assert "mapper.start: is chosen by name, with mapper@mapper.start=NAME" in unnamed
 
 
 def test_typos_are_refused_with_and_without_plus() -> None:

@@ -23,6 +23,7 @@ from kvferry.app.schema import (
     TensorBoardLoggerConfig,
     WandbLoggerConfig,
 )
+from kvferry.app.training import CurveLogger
 from kvferry.results.rows import ResultRow, RowStamp, write_rows
 from kvferry.results.statistics import Interval
 from tests.app.conftest import Memory
@@ -169,6 +170,24 @@ def test_wandb_offline_run_reads_back(
     assert history["rows/nrows"] == 6
     picture = run / "files" / history["figures/r2_by_layer/path"]
     assert picture.read_bytes() == (results[1] / "r2_by_layer.png").read_bytes()
+
+
+def test_wandb_gets_the_curves(
+    cfg: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Offline they lie in its file; disabled, nothing is written and nothing fails."""
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    for mode in ("offline", "disabled"):
+        config = LoggerConfig(wandb=WandbLoggerConfig(mode=mode))  # type: ignore[arg-type]
+        log = open_loggers(replace(cfg, logger=config), tmp_path / mode)
+        curves = CurveLogger(tmp_path / f"{mode}.jsonl", log)
+        curves.begin(0, {"held_out/recall_kl": 0.9})
+        curves.log_metrics({"train/learning_rate": 1e-3, "epoch": 0}, step=6)
+        log.close()
+    _, history, _ = read_wandb(tmp_path / "offline")
+    assert history["held_out/recall_kl"] == 0.9 and history["train/learning_rate"] == 1e-3
+    assert history["step"] == 7 and "epoch" not in history
+    assert not list((tmp_path / "disabled").rglob("*.wandb"))
 
 
 def test_a_missing_package_is_a_typed_error(

@@ -37,7 +37,9 @@ def cpu_seconds() -> float:
     return times.children_user + times.children_system
 
 
-@pytest.mark.parametrize("words", [["--help"], ["--cfg", "job"], ["--cfg", "job", "size=pico"]])
+@pytest.mark.parametrize(
+    "words", [["--help"], ["--cfg", "job", "size=pico"], ["--cfg", "job", "mapper=mobility"]]
+)
 def test_help_and_config_are_quick(words: list[str]) -> None:
     """Processor time, as the machine that runs the tests may be busy."""
     before = cpu_seconds()
@@ -48,6 +50,7 @@ def test_help_and_config_are_quick(words: list[str]) -> None:
     assert done.stdout.endswith("heavy:\n")
     assert cpu_seconds() - before < 2
     assert ("heterofold" if words == ["--help"] else "calibration_passages") in done.stdout
+    assert ("mobility" in done.stdout) == (words[-1] != "size=pico")
 
 
 def test_wrong_settings_end_with_two_and_no_traceback() -> None:

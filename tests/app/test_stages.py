@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kvferry.app.folder import RunFolder, latest, load_config
+from kvferry.app.compose import compose
+from kvferry.app.folder import CHECKPOINTS, RunFolder, latest, load_config
 from kvferry.app.schema import STAGES, RunConfig, StageName
 from kvferry.app.stages import Stage, describe_plan, run_stages
 from kvferry.errors import InputError
@@ -94,6 +95,34 @@ def test_a_repeated_stage_makes_what_follows_stale(cfg: RunConfig, fakes: Fakes,
     assert folder.has("fit") and folder.has("evaluate") and not folder.has("report")
     go(cfg)
     assert fakes.calls[3:] == ["evaluate", "report"]
+
+
+def test_a_finished_stage_starts_anew_and_a_stopped_one_goes_on(
+    cfg: RunConfig, fakes: Fakes, go: Go
+) -> None:
+    checkpoint = RunFolder.of(cfg).path / CHECKPOINTS / "last.ckpt"
+    found: list[bool] = []
+
+    def fit(cfg: RunConfig, folder: Path, log: object) -> None:
+        found.append(checkpoint.exists())
+        checkpoint.parent.mkdir(exist_ok=True)
+        checkpoint.write_text("half-way")
+        if "fit" in fakes.raises:
+            raise fakes.raises["fit"]
+
+    fakes.stage = lambda name: fit if name == "fit" else Fakes().stage(name)  # type: ignore[method-assign]
+    fakes.raises["fit"] = KeyboardInterrupt()
+    for again in (cfg, replace(cfg, force=True)):
+        with pytest.raises(KeyboardInterrupt):
+            go(again)
+    assert found == [False, True]
+    fakes.raises.clear()
+    go(cfg)
+    assert found[2] and not checkpoint.exists(), "nothing is kept for a finished stage"
+    checkpoint.parent.mkdir()
+    checkpoint.write_text("left by another version")
+    go(replace(cfg, force=True))
+    assert found == [False, True, True, False]
 
 
 def test_failure_is_marked_and_resumed(
@@ -182,8 +211,19 @@ def test_plan_tells_without_running(cfg: RunConfig, go: Go) -> None:
     full = replace(cfg, size="full")
     said = "\n".join(describe_plan(full))
     assert "would run: fit, evaluate, report" in said and "0.5 GiB" in said
+    assert "would train" not in said, "a closed form has nothing to train"
     go(cfg)
     assert "would run: nothing" in "\n".join(describe_plan(cfg))
+
+
+def test_plan_says_what_is_learned_from(tmp_path: Path) -> None:
+    words = ["mapper=mobility", "mapper.training_steps=90", f"outputs={tmp_path}"]
+    cfg = compose([*words, "data.calibration_passages=30", "mapper.held_out=4"])
+    said = "\n".join(describe_plan(cfg))
+    assert "would train: 90 steps" in said and "30 calibration texts" in said
+    assert "4 others" in said and "last checkpoint" not in said
+    (RunFolder.of(cfg).path / CHECKPOINTS).mkdir(parents=True)
+    assert "from the last checkpoint on" in "\n".join(describe_plan(cfg))
 
 
 SLOW_RUN = """

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from kvferry.errors import KVFerryError
+from kvferry.errors import KVFerryError, SettingsError
 
 T = TypeVar("T")
 
@@ -110,9 +110,20 @@ def bind(
         return None
     try:
         return cls(**values)
+    except SettingsError as error:
+        mistakes.extend(_broken(rule, where, fields) for rule in error.rules)
+        return None
     except KVFerryError as error:
         mistakes.append(Mistake(where, error.problem))
         return None
+
+
+def _broken(rule: str, where: str, fields: Iterable[str]) -> Mistake:
+    """A rule as a mistake of the one setting that it opens with, or of the whole group."""
+    name, _, rest = rule.partition(" ")
+    if name not in fields:
+        return Mistake(where, rule)
+    return Mistake(f"{where}.{name}" if where else name, rest)
 
 
 def _convert(
@@ -157,8 +168,12 @@ def _convert(
     if hint is Any:
         return value
     convert = _SCALARS.get(hint)
-    if convert is None and isinstance(hint, type) and isinstance(value, hint):
-        return value
+    if convert is None and isinstance(hint, type):
+        if isinstance(value, hint):
+            return value
+        choose = f"{key.partition('.')[0]}@{key}=NAME"
+        mistakes.append(Mistake(key, f"is chosen by name, with {choose}; found {value!r}"))
+        return None
     if convert is None:
         raise TypeError(f"{key}: the schema uses a type that cannot be bound: {hint!r}")
     converted = convert(value)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterable, Iterator
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -28,6 +29,11 @@ ROWS = "rows.parquet"
 FIGURES = "figures"
 REPORT = "report.html"
 MAPPER = "mapper"
+CHECKPOINTS = "training"
+CURVES = "training.jsonl"
+
+TO_GO_ON_FROM: Mapping[StageName, str] = {"fit": CHECKPOINTS}
+"""Folder that a stage leaves for its next try; of no use once the stage is finished."""
 
 
 class FolderInUseError(KVFerryError):
@@ -74,12 +80,18 @@ class RunFolder:
         return self._mark(stage).exists()
 
     def finish(self, stage: StageName, seconds: float) -> None:
-        """Mark a stage as finished."""
+        """Mark a stage as finished, and let go of what it would have gone on from."""
         self._write_json(self._mark(stage), {"seconds": round(seconds, 3)})
+        self._clear(stage)
 
     def forget(self, stages: Iterable[StageName]) -> None:
-        """Take back marks; what the stages wrote stays until they write it again."""
+        """Take back marks; what the stages wrote stays until they write it again.
+
+        A stage that was finished starts anew, one that was stopped goes on.
+        """
         for stage in stages:
+            if self.has(stage):
+                self._clear(stage)
             self._mark(stage).unlink(missing_ok=True)
 
     def succeed(self) -> None:
@@ -114,6 +126,10 @@ class RunFolder:
             file.write(str(os.getpid()))
             file.flush()
             yield
+
+    def _clear(self, stage: StageName) -> None:
+        if stage in TO_GO_ON_FROM:
+            shutil.rmtree(self.path / TO_GO_ON_FROM[stage], ignore_errors=True)
 
     def _mark(self, stage: StageName) -> Path:
         return self.path / ".stages" / f"{stage}.json"

@@ -50,10 +50,11 @@ def bind_mapper(config: MapperConfig, mistakes: list[Mistake], where: str = "map
         )
         return None
     before = len(mistakes)
-    options = {
-        key: _inner(value, mistakes, f"{where}.{key}") for key, value in config.options.items()
-    }
-    return bind(cls, options, mistakes, where=where) if len(mistakes) == before else None
+    options = {k: _inner(v, mistakes, f"{where}.{k}") for k, v in config.options.items()}
+    # What is wrong inside stands in the list already; the rest is still looked at.
+    sound = {key: value for key, value in options.items() if value is not _WRONG}
+    bound = bind(cls, sound, mistakes, where=where)
+    return bound if len(mistakes) == before else None
 
 
 def _inner(value: Any, mistakes: list[Mistake], where: str) -> Any:
@@ -61,4 +62,8 @@ def _inner(value: Any, mistakes: list[Mistake], where: str) -> Any:
         return value
     options = {k: v for k, v in value.items() if k not in ("_target_", "name")}
     inner = MapperConfig(str(value.get("name", "")), str(value["_target_"]), options)
-    return bind_mapper(inner, mistakes, where)
+    bound = bind_mapper(inner, mistakes, where)
+    return _WRONG if bound is None else bound
+
+
+_WRONG = object()

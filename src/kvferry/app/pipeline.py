@@ -12,7 +12,7 @@ from rich.console import Console
 
 from kvferry.app.calibrate import calibrate
 from kvferry.app.corpora import load_corpora
-from kvferry.app.folder import CONFIG, MAPPER, REPORT, ROWS
+from kvferry.app.folder import CONFIG, CURVES, MAPPER, REPORT, ROWS
 from kvferry.app.identity import model_identity, portable_settings
 from kvferry.app.loggers import RunLogger
 from kvferry.app.mapper import build_mapper
@@ -42,6 +42,7 @@ from kvferry.mappers.card import write_card
 from kvferry.results.report import ContinuationSample, write_report
 from kvferry.results.rows import ResultRow, read_rows, write_atomically, write_rows
 from kvferry.results.tables import markdown_table, print_tables
+from kvferry.results.training import read_curves
 
 SAMPLES = "samples.json"
 ON_CARD = ("kl", "nll_retention", "recall_kept", "top1_agreement")
@@ -176,6 +177,7 @@ def report(cfg: RunConfig, folder: Path, log: RunLogger) -> None:
         config_yaml=(folder / CONFIG).read_text(),
         versions=versions(),
         samples=samples,
+        training=read_curves(folder / CURVES),
         title=f"{cfg.source.name} to {cfg.target.name}, {cfg.mapper.name}",
     )
 

@@ -13,8 +13,9 @@ from typing import Protocol
 from rich.console import Console
 from rich.text import Text
 
-from kvferry.app.folder import FIGURES, REPORT, ROWS, RunFolder
+from kvferry.app.folder import FIGURES, REPORT, ROWS, TO_GO_ON_FROM, RunFolder
 from kvferry.app.loggers import RunLogger, open_loggers, publish
+from kvferry.app.mapper import build_mapper
 from kvferry.app.memory import memory_plan
 from kvferry.app.schema import STAGES, RunConfig, StageName, to_plain
 from kvferry.errors import ConfigurationError, KVFerryError, StorageError
@@ -175,9 +176,30 @@ def describe_plan(cfg: RunConfig) -> Sequence[str]:
     """What a run would do, from the settings and the folder alone."""
     folder = RunFolder.of(cfg)
     done = [stage for stage in STAGES if folder.has(stage)]
+    pending = _pending(cfg, folder)
     return [
         f"folder: {folder.path} ({folder.status})",
         f"finished: {', '.join(done) or 'nothing'}",
-        f"would run: {', '.join(_pending(cfg, folder)) or 'nothing'}",
+        f"would run: {', '.join(pending) or 'nothing'}",
         *memory_plan(cfg),
+        *(_training_plan(cfg, folder) if "fit" in pending else ()),
     ]
+
+
+def _training_plan(cfg: RunConfig, folder: RunFolder) -> Iterator[str]:
+    """What a network would learn from; nothing where the mapper has none."""
+    # Both import PyTorch, which only a plan needs here.
+    from kvferry.app.corpora import SELECTION
+    from kvferry.mappers.base import MapperMethod
+
+    method: MapperMethod = build_mapper(cfg.mapper)
+    stopped = not folder.has("fit") and (folder.path / TO_GO_ON_FROM["fit"]).is_dir()
+    for schedule in method.schedules:
+        texts = min(schedule.passages, cfg.data.calibration_passages + cfg.data.mixed_domain)
+        judges = min(schedule.held_out, SELECTION)
+        yield (
+            f"would train: {schedule.steps:,} steps, a text each, in turn from {texts} calibration "
+            f"texts of up to {cfg.data.passage_tokens:,} tokens; {judges} others judge every "
+            f"{schedule.validate_every:,} steps"
+            + (", from the last checkpoint on" if stopped else "")
+        )

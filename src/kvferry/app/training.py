@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
-from pytorch_lightning.callbacks import EMAWeightAveraging
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.utilities import rank_zero_only
 
 from kvferry.app.calibrate import quiet_lightning
 from kvferry.app.corpora import Corpora
+from kvferry.app.folder import CHECKPOINTS, CURVES
 from kvferry.app.loggers import RunLogger
 from kvferry.app.models import cache_folder, product_dtype
 from kvferry.app.progress import Step, progress
@@ -26,10 +26,9 @@ from kvferry.calibration.trace_store import TraceStore
 from kvferry.lm.store import cache_root
 from kvferry.mappers.base import Statistics
 from kvferry.mappers.layout import COMPONENTS
+from kvferry.results.rows import write_atomically
+from kvferry.training.averaging import AveragedWeights
 from kvferry.training.learn import TraceLearner, TrainerOptions
-
-CHECKPOINTS = "training"
-CURVES = "training.jsonl"
 
 
 def learner(
@@ -49,17 +48,18 @@ def learner(
         if c in statistics.moments
     }
     trainer = cfg.trainer
+    curves = CurveLogger(folder / CURVES, log)
     options = {
         "accelerator": trainer.accelerator,
         "devices": 1,
         "precision": _precision(cfg),
         "gradient_clip_val": trainer.gradient_clip or None,
-        "log_every_n_steps": 10,
-        "logger": CurveLogger(folder / CURVES, log),
+        "log_every_n_steps": 1,
+        "logger": curves,
     }
 
     def callbacks(steps: int) -> list[Callback]:
-        averaged = [EMAWeightAveraging(decay=trainer.ema)] if trainer.ema else []
+        averaged = [AveragedWeights(trainer.ema)] if trainer.ema else []
         return [TrainingProgress(steps), *averaged]
 
     return TraceLearner(
@@ -69,7 +69,7 @@ def learner(
         store=TraceStore(cache_root(cache_folder(cfg)) / "traces", reader, torch.bfloat16),
         variance=variance,
         product_dtype=product_dtype(cfg),
-        options=TrainerOptions(folder / CHECKPOINTS, options, callbacks),
+        options=TrainerOptions(folder / CHECKPOINTS, options, callbacks, curves.begin),
         gradient_checkpointing=trainer.gradient_checkpointing,
     )
 
@@ -104,7 +104,16 @@ class TrainingProgress(Callback):
         self._step()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Take the bar away, however training came to its end."""
+        """Take the bar away."""
+        self._close()
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Take the bar away: Lightning tears nothing down then."""
+        self._close()
+
+    def _close(self) -> None:
         if self._bar is not None:
             self._bar.__exit__(None, None, None)
             self._bar = None
@@ -112,6 +121,9 @@ class TrainingProgress(Callback):
 
 class CurveLogger(Logger):
     """Sends what Lightning logs to the run's loggers, and to a file for the report.
+
+    ``step`` counts the optimiser's steps: a training value was found on the way to it, a held-out
+    one after it, 0 stands for the mapper before training.
 
     Args:
         path: one JSON object a line.
@@ -121,6 +133,19 @@ class CurveLogger(Logger):
     def __init__(self, path: Path, log: RunLogger) -> None:
         super().__init__()
         self.path, self.log = path, log
+
+    def begin(self, step: int, held_out: Mapping[str, float]) -> None:
+        """Keep the lines up to ``step``, which training goes on after: the others come again.
+
+        Args:
+            held_out: what the held-out texts say before the first step.
+        """
+        if step:
+            print(f"training goes on after step {step}", flush=True)
+            write_atomically(self.path, "".join(self._lines_up_to(step)).encode())
+            return
+        self.path.unlink(missing_ok=True)
+        self._write(held_out, 0)
 
     @property
     def name(self) -> str:
@@ -134,12 +159,26 @@ class CurveLogger(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """One line, and the run's loggers."""
+        """One line, and the run's loggers; Lightning counts steps from zero."""
+        self._write(metrics, 0 if step is None else step + 1)
+
+    @rank_zero_only
+    def log_hyperparams(self, params: dict[str, Any] | Namespace, *rest: Any, **more: Any) -> None:
+        """Nothing: the run's settings have been logged."""
+
+    def _write(self, metrics: Mapping[str, float], step: int) -> None:
         values = {name: float(value) for name, value in metrics.items() if name != "epoch"}
         with self.path.open("a", encoding="utf-8") as lines:
             lines.write(json.dumps({"step": step, **values}) + "\n")
         self.log.log_metrics(values, step)
 
-    @rank_zero_only
-    def log_hyperparams(self, params: dict[str, Any] | Namespace, *rest: Any, **more: Any) -> None:
-        """Nothing: the run's settings have been logged."""
+    def _lines_up_to(self, step: int) -> Iterator[str]:
+        if not self.path.is_file():
+            return
+        for line in self.path.read_text(encoding="utf-8").splitlines(keepends=True):
+            try:
+                found = json.loads(line)["step"]
+            except ValueError:
+                return  # a kill cut it short; nothing follows
+            if found <= step:
+                yield line

@@ -12,13 +12,13 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from kvferry.align.layers import LayerSupport
-from kvferry.errors import ConfigurationError
+from kvferry.errors import ConfigurationError, SettingsError
 from kvferry.lm.geometry import KVGeometry
 from kvferry.mappers.affine import AffineGroup, AffineMapper
 from kvferry.mappers.anchors import AnchorReads
 from kvferry.mappers.inputs import SourceCode
 from kvferry.mappers.layout import Component, FeatureBlock, FeatureLayout
-from kvferry.mappers.learning import Generation, Learn
+from kvferry.mappers.learning import Generation, Learn, Schedule
 from kvferry.mappers.mapper import Mapper
 from kvferry.mappers.observation import Observation, Replay, ReplaySplit, Watch, unwatched
 from kvferry.mappers.refined import RefinedMapper
@@ -125,14 +125,11 @@ def require(checks: Mapping[str, bool]) -> None:
         checks: what each setting must be, and whether it is.
 
     Raises:
-        ConfigurationError: names all that are not.
+        SettingsError: names all that are not.
     """
     broken = [rule for rule, kept in checks.items() if not kept]
     if broken:
-        raise ConfigurationError(
-            f"Mapper settings are out of range: {'; '.join(broken)}.",
-            fix="correct them; conf/mapper says what each one trades",
-        )
+        raise SettingsError(broken, fix="correct them; conf/mapper says what each one trades")
 
 
 def positive_or_all(count: int | Literal["all"]) -> bool:
@@ -150,6 +147,11 @@ class MapperMethod(ABC):
     def native_depth(self, target: KVGeometry) -> int:
         """Target layers that its mapper takes exactly: calibration keeps them for maps to read."""
         return 0
+
+    @property
+    def schedules(self) -> tuple[Schedule, ...]:
+        """How its network is trained, one after the other; empty where nothing learns."""
+        return ()
 
     @abstractmethod
     def fit(self, statistics: Statistics) -> Mapper:

@@ -84,6 +84,11 @@ class Mobility(MapperMethod):
         )
 
     @property
+    def schedules(self) -> tuple[Schedule, ...]:
+        """See :class:`MapperMethod`."""
+        return (self._aim.schedule,)
+
+    @property
     def _aim(self) -> Generation:
         schedule = Schedule(
             steps=self.training_steps,

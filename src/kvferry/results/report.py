@@ -32,6 +32,7 @@ from kvferry.results.tables import (
     latency_title,
     line_n,
 )
+from kvferry.results.training import TrainingCurves, training_figure, training_verdict
 from kvferry.results.turn_plot import turns_figure
 from kvferry.results.verdict import Verdict, headline, main_block, verdicts
 from kvferry.results.views import Block, latency_blocks, pairs_of, quality_blocks
@@ -106,6 +107,12 @@ class _Section:
 
 
 @dataclass(frozen=True)
+class _Training:
+    verdict: Verdict
+    picture: _Picture | None
+
+
+@dataclass(frozen=True)
 class _Answer:
     label: str
     same: str
@@ -119,6 +126,7 @@ def write_report(
     config_yaml: str,
     versions: Mapping[str, str],
     samples: Sequence[ContinuationSample] = (),
+    training: TrainingCurves | None = None,
     title: str = "kvferry report",
     notes: Sequence[str] = (),
 ) -> WrittenReport:
@@ -137,6 +145,7 @@ def write_report(
         "the best corner is top left. Controls below the axis carry their value.",
         lambda theme: tradeoff_figure(rows, theme=theme),
     )
+    learned = _training(training) if training is not None else None
     environment = Environment(
         loader=PackageLoader("kvferry.results"), autoescape=True, undefined=StrictUndefined
     )
@@ -146,6 +155,7 @@ def write_report(
         sections=sections,
         comparison=_comparison(rows),
         tradeoff=tradeoff,
+        training=learned,
         samples=[_sample(sample) for sample in samples],
         metrics={name: METRICS[name] for name in METRICS if _used(rows, name)},
         conditions=[CONDITIONS[name] for name in CONDITIONS if _measured(rows, name)],
@@ -153,7 +163,7 @@ def write_report(
         config_yaml=config_yaml,
         versions=versions,
     )
-    pictures = [tradeoff] + [
+    pictures = [tradeoff, learned.picture if learned else None] + [
         picture
         for section in sections
         for picture in (section.retention, section.layers, section.timing, section.turns)
@@ -202,6 +212,16 @@ def _section(rows: Sequence[ResultRow], pair: str) -> _Section:
             lambda theme: turns_figure(mine, pair, theme=theme),
         ),
     )
+
+
+def _training(curves: TrainingCurves) -> _Training:
+    picture = _picture(
+        "training",
+        "Every text is learned from once a lap, so single texts scatter; the held-out ones are the "
+        "same at every look. Step 0 is the mapper before training.",
+        lambda theme: training_figure(curves, theme=theme),
+    )
+    return _Training(training_verdict(curves), picture)
 
 
 def _picture(name: str, caption: str, draw: Callable[[Theme], Figure | None]) -> _Picture | None:

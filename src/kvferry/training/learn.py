@@ -38,11 +38,14 @@ class TrainerOptions:
         folder: where checkpoints lie; training goes on from what it finds there.
         options: of the trainer: accelerator, precision, clipping, loggers.
         callbacks: beside those that keep checkpoints, for so many steps.
+        begun: told the step that training goes on after, and what the held-out texts said before
+            the first one.
     """
 
     folder: Path
     options: Mapping[str, Any] = field(default_factory=dict)
     callbacks: Callable[[int], Sequence[Callback]] = lambda steps: ()
+    begun: Callable[[int, Mapping[str, float]], None] = lambda step, held_out: None
 
 
 @dataclass(frozen=True)
@@ -91,16 +94,14 @@ class TraceLearner:
         )
         held = self._draws("selection", schedule.held_out, schedule.held_out)
         start = copy.deepcopy(mapper.refiner.state_dict())
-        before = self._judge(module, held)
-        checkpoint = self._checkpoint()
+        at_start = self._judge(module, held)
+        before = at_start[MONITOR]
+        done = self._steps_done()
         learned = self._draws(
-            "calibration",
-            schedule.passages,
-            schedule.steps,
-            first=int(checkpoint["global_step"]) if checkpoint else 0,
-            seed=schedule.seed,
+            "calibration", schedule.passages, schedule.steps, first=done, seed=schedule.seed
         )
-        best = self._train(module, learned, held, resume=checkpoint is not None)
+        self.options.begun(done, at_start)
+        best = self._train(module, learned, held, resume=done > 0)
         after = float(best.best_model_score) if best.best_model_score is not None else before
         if after < before:
             state = torch.load(best.best_model_path, weights_only=True, map_location="cpu")
@@ -124,17 +125,18 @@ class TraceLearner:
         pairs = [self.reader.tokenize(text, self.passage_tokens) for text in chosen]
         return DrawnTexts(self.store, pairs, steps, first=first, seed=seed)
 
-    def _checkpoint(self) -> dict[str, Any] | None:
+    def _steps_done(self) -> int:
         path = self.options.folder / LAST
         if not path.is_file():
-            return None
-        found: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
-        return found
+            return 0
+        return int(
+            torch.load(path, weights_only=True, map_location="cpu", mmap=True)["global_step"]
+        )
 
-    def _judge(self, module: RefinerModule, held: DrawnTexts) -> float:
+    def _judge(self, module: RefinerModule, held: DrawnTexts) -> dict[str, float]:
         trainer = self._trainer(module, [], logger=False)
         (found,) = trainer.validate(module, _loader(held), verbose=False)
-        return float(found[MONITOR])
+        return {name: float(value) for name, value in found.items()}
 
     def _train(
         self, module: RefinerModule, learned: DrawnTexts, held: DrawnTexts, *, resume: bool
@@ -143,12 +145,9 @@ class TraceLearner:
         best = ModelCheckpoint(
             folder, "best", monitor=MONITOR, save_weights_only=True, enable_version_counter=False
         )
-        last = ModelCheckpoint(
-            folder,
-            LAST.removesuffix(".ckpt"),
-            every_n_train_steps=schedule.validate_every,
-            enable_version_counter=False,
-        )
+        # After the held-out texts and after ``best``, whose record it holds: a checkpoint of the
+        # step alone would go on without that look.
+        last = ModelCheckpoint(folder, LAST.removesuffix(".ckpt"), enable_version_counter=False)
         callbacks: list[Callback] = [best, last, *self.options.callbacks(schedule.steps)]
         if schedule.patience:
             callbacks.append(EarlyStopping(MONITOR, patience=schedule.patience))

@@ -45,7 +45,20 @@ class RefinerModule(LightningModule):
         losses = self.losses(batch)
         for name, value in losses.items():
             self.log(f"train/{name}", value.detach(), batch_size=1)
+        self.log(
+            "train/learning_rate", self.trainer.optimizers[0].param_groups[0]["lr"], batch_size=1
+        )
         return losses["loss"]
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """The gradient's norm, before it is clipped."""
+        found = [p.grad for p in self.refiner.parameters() if p.grad is not None]
+        self.log("train/gradient_norm", torch.nn.utils.get_total_norm(found), batch_size=1)
+
+    def on_train_batch_end(self, *rest: Any) -> None:
+        """Look at the held-out texts after the last step too, wherever their interval stands."""
+        if self.global_step >= self.schedule.steps:
+            self.trainer.should_stop = True
 
     def validation_step(self, batch: Draw, batch_idx: int) -> None:
         """Judge one held-out text."""

@@ -1,0 +1,176 @@
+"""How a mapper learned: its curves from `training.jsonl`, what they say, and their figure."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from kvferry.results.plot_style import PALETTES, Theme, color_of, new_figure, themed
+from kvferry.results.verdict import Verdict
+
+Curve = Sequence[tuple[int, float]]
+"""(step, value) by rising step."""
+
+TRAIN, HELD_OUT = "train/", "held_out/"
+LOSS = "loss"
+RATE = "learning_rate"
+OPTIMISER = (RATE, "gradient_norm")
+COLUMNS = 3
+TITLES = {
+    "loss": "Loss",
+    "kl": "KL where the text goes on, nats",
+    "recall_kl": "KL where early text is repeated, nats",
+    "text_nll": "NLL of the text itself, nats",
+    "pointwise": "Error of keys and values",
+    RATE: "Learning rate",
+    "gradient_norm": "Norm of the gradient, unclipped",
+}
+
+
+@dataclass(frozen=True)
+class TrainingCurves:
+    """What training logged, by the name of the value.
+
+    Attributes:
+        train: one text a step, found on the way to it.
+        held_out: mean of the held-out texts after a step; step 0 is the mapper before training.
+    """
+
+    train: Mapping[str, Curve]
+    held_out: Mapping[str, Curve]
+
+    @property
+    def steps(self) -> int:
+        """The last step."""
+        return max(
+            (curve[-1][0] for curve in (*self.train.values(), *self.held_out.values())), default=0
+        )
+
+    @property
+    def best(self) -> tuple[int, float] | None:
+        """Step and value of the least held-out loss after training began."""
+        looks = [look for look in self.held_out.get(LOSS, ()) if look[0] and math.isfinite(look[1])]
+        return min(looks, key=lambda look: look[1], default=None)
+
+
+def read_curves(path: Path) -> TrainingCurves | None:
+    """Curves of a run, or None where nothing was trained.
+
+    Args:
+        path: JSON lines with a `step`, `train/NAME` and `held_out/NAME`; one that is not whole ends
+            the file.
+    """
+    if not path.is_file():
+        return None
+    train: dict[str, dict[int, float]] = {}
+    held_out: dict[str, dict[int, float]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            values = json.loads(line)
+        except ValueError:
+            break
+        for name, value in values.items():
+            for prefix, curves in ((TRAIN, train), (HELD_OUT, held_out)):
+                if name.startswith(prefix):
+                    curves.setdefault(name.removeprefix(prefix), {})[values["step"]] = value
+    if not train and not held_out:
+        return None
+    return TrainingCurves(_curves(train), _curves(held_out))
+
+
+def _curves(values: Mapping[str, Mapping[int, float]]) -> dict[str, Curve]:
+    return {name: sorted(by_step.items()) for name, by_step in values.items()}
+
+
+def training_verdict(curves: TrainingCurves) -> Verdict:
+    """Whether training lowered the held-out loss, in a sentence."""
+    looks, best = dict(curves.held_out.get(LOSS, ())), curves.best
+    if best is None:
+        return Verdict("open", "Training has not been judged on held-out text.")
+    step, least = best
+    where = f"best at step {step:,} of {curves.steps:,}"
+    if 0 not in looks:
+        return Verdict(
+            "open", f"Training: held-out loss {least:.3g}, {where}; no start to compare."
+        )
+    start = looks[0]
+    if least < start:
+        gain = f"held-out loss {start:.3g} -> {least:.3g} (-{1 - least / start:.0%}), {where}"
+        return Verdict("yes", f"Training paid: {gain}.")
+    return Verdict(
+        "no", f"Training did not pay: held-out loss {start:.3g} at the start, {least:.3g} at its "
+        f"best ({where}); the start is kept."
+    )  # fmt: skip
+
+
+def training_figure(curves: TrainingCurves, *, theme: Theme = "light") -> Figure | None:
+    """A panel for each part of the loss, then learning rate and gradient norm."""
+    parts = [name for name in (*curves.held_out, *curves.train) if name not in OPTIMISER]
+    parts = sorted(dict.fromkeys(parts), key=lambda name: name != LOSS)
+    names = [*parts, *(name for name in OPTIMISER if name in curves.train)]
+    if not names:
+        return None
+    columns = min(COLUMNS, len(names))
+    rows = math.ceil(len(names) / columns)
+    with themed(theme):
+        figure = new_figure(4.3 * columns, 0.5 + 2.7 * rows)
+        panels = figure.subplots(rows, columns, squeeze=False).flatten().tolist()
+        for axes, name in zip(panels, names, strict=False):
+            _panel(axes, curves, name, theme)
+        for axes in panels[len(names) :]:
+            axes.set_visible(False)
+        handles, labels = figure.axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+    return figure
+
+
+def _panel(axes: Axes, curves: TrainingCurves, name: str, theme: Theme) -> None:
+    train, held_out = curves.train.get(name, ()), curves.held_out.get(name, ())
+    learned, judged = color_of(0, theme), color_of(1, theme)
+    if train and name == RATE:
+        axes.plot(*zip(*train, strict=True), color=learned)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    elif train:
+        steps, values = zip(*train, strict=True)
+        axes.plot(steps, values, ".", color=learned, markersize=3, alpha=0.35, label="one text")
+        axes.plot(steps, running_mean(values), color=learned, label="texts learned from, mean")
+    if held_out:
+        axes.plot(*zip(*held_out, strict=True), "D-", color=judged, markersize=5, label="held out")
+    if curves.best is not None and held_out:
+        label = "best, which is kept" if training_verdict(curves).answer == "yes" else "best"
+        axes.axvline(
+            curves.best[0],
+            color=PALETTES[theme].text,
+            linewidth=1,
+            linestyle=(0, (4, 3)),
+            label=label,
+        )
+    axes.set_title(TITLES.get(name, name.replace("_", " ")))
+    axes.set_xlim(0, max(curves.steps, 1) * 1.02)
+    axes.set_ylim(*_limits([value for _, value in train], [value for _, value in held_out]))
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.set_xlabel("step")
+    axes.grid()
+
+
+def running_mean(values: Sequence[float]) -> list[float]:
+    """Mean over a tenth of the values around each one, fewer at the ends."""
+    half = len(values) // 20
+    return [float(np.mean(values[max(0, i - half) : i + half + 1])) for i in range(len(values))]
+
+
+def _limits(train: Sequence[float], held_out: Sequence[float]) -> tuple[float, float]:
+    """All held-out values are seen; a few single texts may lie above."""
+    finite = [value for value in (*train, *held_out) if math.isfinite(value)]
+    shown = [value for value in train if math.isfinite(value)]
+    tops = [float(np.quantile(shown, 0.98))] if shown else []
+    tops += [value for value in held_out if math.isfinite(value)]
+    return min(0.0, min(finite, default=0.0)), 1.08 * max(tops, default=1.0) or 1.0
