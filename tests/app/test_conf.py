@@ -97,7 +97,8 @@ def test_a_mapper_yaml_lists_every_field_of_its_class(file: Path) -> None:
     cls = getattr(importlib.import_module(module), name, None)
     assert cls is not None
     fields = {field.name for field in dataclasses.fields(cls) if field.init}
-    assert set(values) - {"_target_", "name"} == fields
+    placed = {str(key).partition("@")[2] for entry in values.get("defaults", ()) for key in entry}
+    assert (set(values) | placed) - {"_target_", "name", "defaults"} == fields
     words = ["pair=smollm2_smollm2"] if file.stem == "identity" else []
     build_mapper(compose([f"mapper={file.stem}", *words]).mapper)
 
