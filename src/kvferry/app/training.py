@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from argparse import Namespace
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -21,12 +22,14 @@ from kvferry.app.loggers import RunLogger
 from kvferry.app.models import cache_folder, product_dtype
 from kvferry.app.progress import Step, progress
 from kvferry.app.schema import RunConfig
+from kvferry.calibration.questions import load_questions
 from kvferry.calibration.reader import PairReader
 from kvferry.calibration.trace_store import TraceStore
 from kvferry.lm.store import cache_root
 from kvferry.mappers.base import Statistics
 from kvferry.mappers.layout import COMPONENTS
 from kvferry.training.learn import TraceLearner, TrainerOptions
+from kvferry.training.material import Material
 
 CHECKPOINTS = "training"
 CURVES = "training.jsonl"
@@ -42,9 +45,11 @@ def learner(
 ) -> TraceLearner:
     """Trains the networks of a run; its checkpoints and curves lie in the run folder."""
     quiet_lightning()
+    if cfg.force:
+        shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
     layers = range(len(reader.target.geometry.layers))
     variance = {
-        c: {layer: statistics.variance(c, layer) for layer in layers}
+        c: {layer: statistics.head_variance(c, layer) for layer in layers}
         for c in COMPONENTS
         if c in statistics.moments
     }
@@ -55,22 +60,28 @@ def learner(
         "precision": _precision(cfg),
         "gradient_clip_val": trainer.gradient_clip or None,
         "log_every_n_steps": 10,
-        "logger": CurveLogger(folder / CURVES, log),
     }
 
     def callbacks(steps: int) -> list[Callback]:
         averaged = [EMAWeightAveraging(decay=trainer.ema)] if trainer.ema else []
         return [TrainingProgress(steps), *averaged]
 
-    return TraceLearner(
+    def curves(done_before: int) -> CurveLogger:
+        return CurveLogger(folder / CURVES, log, done_before)
+
+    material = Material(
         reader=reader,
         texts=corpora.replayed(cfg.eval),
         passage_tokens=cfg.data.passage_tokens,
         store=TraceStore(cache_root(cache_folder(cfg)) / "traces", reader, torch.bfloat16),
         variance=variance,
         product_dtype=product_dtype(cfg),
-        options=TrainerOptions(folder / CHECKPOINTS, options, callbacks),
         gradient_checkpointing=trainer.gradient_checkpointing,
+        questions=load_questions(cfg.data.questions) if cfg.data.questions else (),
+        answers=cache_root(cache_folder(cfg)) / "answers",
+    )
+    return TraceLearner(
+        material, TrainerOptions(folder / CHECKPOINTS, options, callbacks, logger=curves)
     )
 
 
@@ -116,11 +127,12 @@ class CurveLogger(Logger):
     Args:
         path: one JSON object a line.
         log: of the run.
+        done_before: steps of earlier phases, from which this one counts on.
     """
 
-    def __init__(self, path: Path, log: RunLogger) -> None:
+    def __init__(self, path: Path, log: RunLogger, done_before: int = 0) -> None:
         super().__init__()
-        self.path, self.log = path, log
+        self.path, self.log, self.done_before = path, log, done_before
 
     @property
     def name(self) -> str:
@@ -136,6 +148,7 @@ class CurveLogger(Logger):
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """One line, and the run's loggers."""
         values = {name: float(value) for name, value in metrics.items() if name != "epoch"}
+        step = self.done_before + (step or 0)
         with self.path.open("a", encoding="utf-8") as lines:
             lines.write(json.dumps({"step": step, **values}) + "\n")
         self.log.log_metrics(values, step)
