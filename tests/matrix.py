@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import tempfile
+from functools import cache
+from pathlib import Path
+
 from kvferry.mappers.anchored import Anchored
 from kvferry.mappers.base import MapperMethod
 from kvferry.mappers.cachebridge import CacheBridge
 from kvferry.mappers.cachelink import CacheLink
 from kvferry.mappers.controls import Random
+from kvferry.mappers.dense_latent import DenseLatent
 from kvferry.mappers.full_head_ridge import FullHeadRidge
 from kvferry.mappers.heterofold import HeteroFold
+from kvferry.mappers.mapper import Mapper
+from kvferry.mappers.mlp import MLP
+from kvferry.mappers.mobility import Mobility
+from tests.pairs import learnable
 
 # "random" is a control, yet saved, loaded and handed over like any other.
 METHODS: dict[str, MapperMethod] = {
@@ -56,6 +65,77 @@ METHODS: dict[str, MapperMethod] = {
     "random": Random(),
     "anchored_native": Anchored(native_layers=2, recolour_values=0.5),
     "anchored_sinks": Anchored(planted_sinks=3, selector="sinkhorn", source_layers=2),
+    "mobility": Mobility(
+        rank=2,
+        directions=8,
+        width=8,
+        kernel=2,
+        training_steps=2,
+        passages=2,
+        held_out=1,
+        validate_every=2,
+        shortest_context=32,
+    ),
+    "mlp": MLP(
+        source_layers=2,
+        hidden=8,
+        tokens=32,
+        rows=8,
+        training_steps=2,
+        passages=2,
+        held_out=1,
+        validate_every=2,
+    ),
+    "mlp_anchored": MLP(
+        start=Anchored(native_layers=2),
+        source_layers="all",
+        anchor_context=1,
+        neighbours=True,
+        hidden=8,
+        per_head=True,
+        tokens=0,
+        rows=8,
+        training_steps=2,
+        passages=2,
+        held_out=1,
+        validate_every=1,
+    ),
+    "dense": DenseLatent(
+        expansion=2,
+        training_steps=2,
+        answer_steps=2,
+        tokens=32,
+        answers=2,
+        answer_tokens=6,
+        context_tokens=32,
+        passages=2,
+        held_out=1,
+        validate_every=2,
+    ),
+    "dense_anchored": DenseLatent(
+        heads="all",
+        selector="relative_depth",
+        source_layers=2,
+        expansion=1,
+        training_steps=2,
+        answer_steps=0,
+        passages=2,
+        held_out=1,
+        validate_every=2,
+        anchor_context=1,
+        neighbours=True,
+        native_layers=2,
+        planted_sinks=1,
+    ),
+    "mlp_plain": MLP(
+        form="plain",
+        source_layers=2,
+        hidden=8,
+        training_steps=2,
+        passages=2,
+        held_out=1,
+        validate_every=2,
+    ),
 }
 
 # Source and target miniatures; together every architecture stands on both sides.
@@ -69,3 +149,13 @@ PAIRS: tuple[tuple[str, str], ...] = (
     ("qwen2", "gemma2"),
     ("gemma2", "qwen2"),
 )
+
+_PLACE = tempfile.TemporaryDirectory(prefix="kvferry-matrix-")
+
+
+@cache
+def fitted(method: str, source: str, target: str) -> Mapper:
+    """A method of the matrix on a pair, once a session; those that learn take a few steps."""
+    place = Path(_PLACE.name)
+    statistics = learnable(source, target, place / f"{method}-{source}-{target}", place / "traces")
+    return METHODS[method].fit(statistics)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import torch
 
@@ -16,9 +18,12 @@ from kvferry.calibration.statistics import (
     mostly_shared,
     source_code,
 )
+from kvferry.calibration.trace_store import TraceStore
 from kvferry.lm.pico import pico_language_model
 from kvferry.mappers.base import Statistics
 from kvferry.mappers.layout import COMPONENTS
+from kvferry.training.learn import TraceLearner, TrainerOptions
+from kvferry.training.material import Material
 
 TOKENS = 160
 
@@ -58,3 +63,24 @@ def statistics_of(source: str, target: str, passages: int = 12) -> Statistics:
     unseen = [p.text for p in load_miniature(3, sentences=16, seed=11)]
     replay = TextReplay(reader, {"calibration": texts, "selection": unseen}, TOKENS, code)
     return Statistics(*geometries, layouts, moments, code, replay)
+
+
+def learnable(source: str, target: str, folder: Path, traces: Path | None = None) -> Statistics:
+    """Statistics with a trainer.
+
+    Args:
+        folder: of its checkpoints.
+        traces: of what both models have read; within ``folder`` by default.
+    """
+    reader, statistics = reader_of(source, target), statistics_of(source, target)
+    layers = range(len(reader.target.geometry.layers))
+    texts = statistics.replay.texts  # type: ignore[union-attr]
+    material = Material(
+        reader=reader,
+        texts=texts,
+        passage_tokens=TOKENS,
+        store=TraceStore(traces or folder / "traces", reader),
+        variance={c: {i: statistics.head_variance(c, i) for i in layers} for c in COMPONENTS},
+    )
+    options = TrainerOptions(folder / "checkpoints", {"accelerator": "cpu"})
+    return replace(statistics, learn=TraceLearner(material, options))

@@ -13,15 +13,14 @@ from kvferry.mappers.anchored import Anchored
 from kvferry.mappers.controls import Identity
 from kvferry.mappers.full_head_ridge import FullHeadRidge
 from kvferry.mappers.layout import COMPONENTS
-from tests.matrix import METHODS, PAIRS
+from tests.matrix import METHODS, PAIRS, fitted
 from tests.pairs import reader_of, statistics_of, traces_of
 
 SUFFIX = " The end of it was"
 
 
 def handoff_of(source: str, target: str, method: str = "anchored", tail: int = 0) -> Handoff:
-    mapper = METHODS[method].fit(statistics_of(source, target))
-    return Handoff(reader_of(source, target), mapper, native_tail=tail)
+    return Handoff(reader_of(source, target), fitted(method, source, target), native_tail=tail)
 
 
 def logits_after(handoff: Handoff, mapped, ids: list[int]) -> torch.Tensor:  # type: ignore[no-untyped-def]

@@ -10,17 +10,17 @@ import torch
 from kvferry.calibration.reader import PairTrace
 from kvferry.errors import ConfigurationError
 from kvferry.lm.content import ContentKV
-from kvferry.mappers.affine import AffineMapper
 from kvferry.mappers.anchored import Anchored
 from kvferry.mappers.base import MapperMethod
 from kvferry.mappers.controls import Identity, Random, random_content, shuffled_content
 from kvferry.mappers.full_head_ridge import FullHeadRidge
 from kvferry.mappers.heterofold import HeteroFold
 from kvferry.mappers.layout import COMPONENTS
-from tests.matrix import METHODS, PAIRS
+from kvferry.mappers.mapper import Mapper
+from tests.matrix import METHODS, PAIRS, fitted
 from tests.pairs import reader_of, statistics_of, traces_of
 
-method_of = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
+method_of = pytest.mark.parametrize("method", METHODS)
 pair_of = pytest.mark.parametrize(("source", "target"), PAIRS, ids=lambda name: name)
 
 
@@ -28,11 +28,11 @@ def rows_of(content: ContentKV, component: str, layer: int) -> torch.Tensor:
     return getattr(content, component)[layer][0].transpose(0, 1).flatten(1)
 
 
-def mapped(mapper: AffineMapper, trace: PairTrace) -> ContentKV:
+def mapped(mapper: Mapper, trace: PairTrace) -> ContentKV:
     return mapper.map(trace.inputs(None), [0] * len(mapper.target.layers))
 
 
-def explained(mapper: AffineMapper, traces: Sequence[PairTrace], component: str) -> float:
+def explained(mapper: Mapper, traces: Sequence[PairTrace], component: str) -> float:
     """R² over all layers that are mapped, about the mean of each feature."""
     error = total = 0.0
     layers = range(mapper.native_layers, len(mapper.target.layers))
@@ -47,8 +47,8 @@ def explained(mapper: AffineMapper, traces: Sequence[PairTrace], component: str)
 
 @method_of
 @pair_of
-def test_output_has_the_shape_of_the_target(method: MapperMethod, source: str, target: str) -> None:
-    mapper = method.fit(statistics_of(source, target))
+def test_output_has_the_shape_of_the_target(method: str, source: str, target: str) -> None:
+    mapper = fitted(method, source, target)
     trace = traces_of(source, target, 2)[0]
     out = mapped(mapper, trace)
     for layer, shape in enumerate(mapper.target.layers):

@@ -32,6 +32,14 @@ class Recorder(Callback):
         self.seen.append(copies(pl_module))
 
 
+class Kept(Callback):
+    """The checkpoint of the best look, which is gone when training is finished."""
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        path = trainer.checkpoint_callback.best_model_path  # type: ignore[union-attr]
+        self.saved: dict[str, Any] = torch.load(path, weights_only=True)
+
+
 def copies(module: LightningModule) -> Weights:
     return {name: x.detach().clone() for name, x in module.named_parameters()}
 
@@ -61,16 +69,17 @@ def same(one: Weights, other: Weights) -> bool:
 def test_it_is_judged_and_kept_and_training_does_not_feel_it(tmp_path: Path) -> None:
     plain, beside = Recorder(), Recorder()
     fit(tmp_path / "plain", plain)
-    mapper = fit(tmp_path / "averaged", AveragedWeights(DECAY), beside)
+    kept = Kept()
+    mapper = fit(tmp_path / "averaged", AveragedWeights(DECAY), beside, kept)
     assert all(same(*pair) for pair in zip(plain.seen, beside.seen, strict=True))
     wanted = averages(beside.seen)
-    saved = torch.load(tmp_path / "averaged" / "checkpoints" / "best.ckpt", weights_only=True)
-    step = int(saved["global_step"])
-    assert same(wanted[step], saved["state_dict"])
-    assert not same(beside.seen[step], saved["state_dict"]), "control: not the last weights"
-    kept = {f"refiner.{name}": x for name, x in mapper.refiner.state_dict().items()}
-    better = mapper.report["held_out_loss_after"] < mapper.report["held_out_loss_before"]
-    assert better and same(wanted[step], kept)
+    saved = kept.saved["state_dict"]
+    step = int(kept.saved["global_step"])
+    assert same(wanted[step], saved)
+    assert not same(beside.seen[step], saved), "control: not the last weights"
+    left = {f"refiner.{name}": x for name, x in mapper.refiner.state_dict().items()}
+    better = mapper.report["generation_loss_after"] < mapper.report["generation_loss_before"]
+    assert better and same(wanted[step], left)
 
 
 def test_training_that_goes_on_averages_on(tmp_path: Path) -> None:

@@ -9,15 +9,16 @@ import pytest
 import torch
 from pytorch_lightning import Callback, Trainer
 
-from kvferry.calibration.trace_store import TraceStore
 from kvferry.errors import ConfigurationError
 from kvferry.handoff.handoff import Handoff
+from kvferry.lm.content import ContentKV
 from kvferry.mappers.anchored import Anchored
 from kvferry.mappers.base import Statistics
 from kvferry.mappers.controls import Identity
 from kvferry.mappers.gated_residual import GatedResidual
 from kvferry.mappers.layout import COMPONENTS
 from kvferry.mappers.learning import Generation, Schedule
+from kvferry.mappers.mlp import MLP
 from kvferry.mappers.mobility import Mobility
 from kvferry.mappers.refined import RefinedMapper
 from kvferry.training.carrying import (
@@ -28,10 +29,11 @@ from kvferry.training.carrying import (
     mapped_context,
     native_context,
 )
-from kvferry.training.learn import TraceLearner, TrainerOptions
-from kvferry.training.losses import kl_from_native, text_nll
+from kvferry.training.learn import TraceLearner
+from kvferry.training.losses import kl_from_native, pointwise_error, text_nll
 from kvferry.training.module import learning_rate_factor
-from tests.pairs import TOKENS, reader_of, statistics_of, traces_of
+from kvferry.training.reconstruction import stretch
+from tests.pairs import learnable, reader_of, statistics_of, traces_of
 
 SMALL = Mobility(
     start=Anchored(native_layers=1, planted_sinks=0),
@@ -47,22 +49,6 @@ SMALL = Mobility(
     warmup=2,
     learning_rate=3e-3,
 )
-
-
-def learnable(source: str, target: str, folder: Path) -> Statistics:
-    """Statistics with a trainer, its checkpoints and traces in ``folder``."""
-    reader, statistics = reader_of(source, target), statistics_of(source, target)
-    layers = range(len(reader.target.geometry.layers))
-    texts = statistics.replay.texts  # type: ignore[union-attr]
-    learner = TraceLearner(
-        reader=reader,
-        texts=texts,
-        passage_tokens=TOKENS,
-        store=TraceStore(folder / "traces", reader),
-        variance={c: {i: statistics.variance(c, i) for i in layers} for c in COMPONENTS},
-        options=TrainerOptions(folder / "checkpoints", {"accelerator": "cpu", "logger": False}),
-    )
-    return replace(statistics, learn=learner)
 
 
 def untrained(source: str, target: str) -> RefinedMapper:
@@ -177,34 +163,97 @@ def test_losses_are_what_they_say() -> None:
 
 def test_it_learns_and_keeps_nothing_but_the_mapper(tmp_path: Path) -> None:
     method = replace(SMALL, training_steps=24, validate_every=8)
-    mapper = method.fit(learnable("gemma3", "llama", tmp_path))
-    assert mapper.report["held_out_loss_after"] < mapper.report["held_out_loss_before"]
-    saved = torch.load(tmp_path / "checkpoints" / "best.ckpt", weights_only=True)
-    assert mapper.refiner is not None
-    own = mapper.refiner.state_dict()
+    statistics = learnable("gemma3", "llama", tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        method.fit(_stopped(statistics, 16))
+    kept = tmp_path / "checkpoints" / "generation"
+    own = untrained("gemma3", "llama").refiner.state_dict()  # type: ignore[union-attr]
+    saved = torch.load(kept / "best.ckpt", weights_only=True)
     assert set(saved["state_dict"]) == {f"refiner.{name}" for name in own}
     size = sum(x.numel() * x.element_size() for x in own.values())
-    assert (tmp_path / "checkpoints" / "best.ckpt").stat().st_size < size + 100_000
-    trained = sum(p.numel() * 4 for p in mapper.refiner.parameters())
-    whole = (tmp_path / "checkpoints" / "last.ckpt").stat().st_size
+    assert (kept / "best.ckpt").stat().st_size < size + 100_000
+    trained = sum(x.numel() * 4 for name, x in own.items() if not name.endswith(("mean", "basis")))
+    whole = (kept / "last.ckpt").stat().st_size
     assert whole < size + 2 * trained + 200_000, "weights and the optimiser's two moments"
+    mapper = method.fit(statistics)
+    assert mapper.report["generation_loss_after"] < mapper.report["generation_loss_before"]
+    assert [path.name for path in kept.iterdir()] == ["learned.safetensors"]
+    assert (kept / "learned.safetensors").stat().st_size < size + 20_000
+    done = replace(statistics, learn=_stopped(statistics, 0).learn)
+    again = method.fit(done)
+    assert again.report == mapper.report, "a finished phase is not run again"
 
 
-def test_training_that_goes_on_ends_where_it_would_have(tmp_path: Path) -> None:
+MLPS = MLP(
+    source_layers=2,
+    hidden=16,
+    tokens=64,
+    rows=8,
+    training_steps=8,
+    learning_rate=1e-2,
+    warmup=2,
+    passages=4,
+    held_out=2,
+    validate_every=4,
+)
+
+
+@pytest.mark.parametrize("method", [SMALL, MLPS], ids=["the state as a whole", "layer by layer"])
+def test_training_that_goes_on_ends_where_it_would_have(
+    method: Mobility | MLP, tmp_path: Path
+) -> None:
     """A checkpoint of step 4, then the rest: the same weights as without the break."""
-    whole = SMALL.fit(learnable("gemma3", "llama", tmp_path / "whole"))
+    whole = method.fit(learnable("gemma3", "llama", tmp_path / "whole"))
     broken = learnable("gemma3", "llama", tmp_path / "broken")
-    stopped = _StopAt(4)
-    options = broken.learn.options  # type: ignore[union-attr]
-    first = replace(options, callbacks=lambda steps: [stopped])
     with pytest.raises(KeyboardInterrupt):
-        SMALL.fit(replace(broken, learn=replace(broken.learn, options=first)))  # type: ignore[type-var]
-    again = SMALL.fit(broken)
+        method.fit(_stopped(broken, 4))
+    again = method.fit(broken)
     assert whole.refiner is not None and again.refiner is not None
-    for name, x in whole.refiner.state_dict().items():
+    own = whole.refiner.state_dict()
+    for name, x in own.items():
         assert torch.allclose(x, again.refiner.state_dict()[name], atol=1e-6), name
-    other = replace(SMALL, seed=1).fit(learnable("gemma3", "llama", tmp_path / "other"))
-    assert not torch.equal(other.refiner.up[0], whole.refiner.up[0])  # type: ignore[union-attr]
+    assert again.report == pytest.approx(whole.report, rel=1e-4)
+    other = replace(method, seed=1).fit(learnable("gemma3", "llama", tmp_path / "other"))
+    assert other.refiner is not None
+    assert any(not torch.equal(x, other.refiner.state_dict()[name]) for name, x in own.items())
+
+
+def test_content_is_judged_by_head_over_the_tokens_that_count() -> None:
+    """Written out, for two layers of which one holds its last tokens alone."""
+    generator = torch.Generator().manual_seed(0)
+
+    def content(tokens: tuple[int, int]) -> ContentKV:
+        layers = [torch.randn(1, 3, count, 4, generator=generator) for count in tokens]
+        places = torch.arange(6)[None]
+        return ContentKV(dict(enumerate(layers)), {}, places, torch.ones(1, 6, dtype=torch.bool))
+
+    mapped, native = content((6, 4)), content((6, 4))
+    variance = {i: torch.rand(3, generator=generator) + 0.5 for i in range(2)}
+    counted = torch.tensor([False, False, True, False, True, True])
+    total = 0.0
+    for layer, first in ((0, 0), (1, 2)):
+        for head in range(3):
+            gap = (mapped.keys[layer] - native.keys[layer])[0, head]
+            error = gap[counted[first:]].square().mean()
+            total += float(error / variance[layer][head]) / 6
+    got = pointwise_error(mapped, native, {"keys": variance}, counted)
+    assert float(got) == pytest.approx(total, rel=1e-5)
+    assert float(pointwise_error(mapped, native, {"keys": variance})) != pytest.approx(total)
+
+
+def test_stretches_lie_inside_the_text_and_reach_both_ends() -> None:
+    found = {stretch(2, 12, 4, seed) for seed in range(200)}
+    assert found == {(start, start + 4) for start in range(2, 9)}
+    assert stretch(2, 12, 0, 0) == stretch(2, 12, 99, 0) == (2, 12)
+    assert stretch(2, 2, 4, 0) == (1, 2), "a text of the prefix alone still has a token"
+
+
+def _stopped(statistics: Statistics, step: int) -> Statistics:
+    """Training ends there, and not because it is finished."""
+    learner = statistics.learn
+    assert isinstance(learner, TraceLearner)
+    options = replace(learner.options, callbacks=lambda steps: [_StopAt(step)])
+    return replace(statistics, learn=replace(learner, options=options))
 
 
 class _StopAt(Callback):
@@ -229,8 +278,10 @@ def test_without_a_trainer_or_text_it_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="no trainer"):
         SMALL.fit(statistics_of("llama", "gemma3"))
     statistics = learnable("llama", "gemma3", tmp_path)
-    bare = replace(statistics.learn, texts={"calibration": ["some text here"]})  # type: ignore[type-var]
+    learner = statistics.learn
+    assert isinstance(learner, TraceLearner)
+    bare = replace(learner.material, texts={"calibration": ["some text here"]})
     with pytest.raises(ConfigurationError, match="selection"):
-        SMALL.fit(replace(statistics, learn=bare))
+        SMALL.fit(replace(statistics, learn=replace(learner, material=bare)))
     with pytest.raises(ConfigurationError, match=r"rank.*recall_spans"):
         Mobility(rank=0, recall_spans=-1)

@@ -44,11 +44,17 @@ def asking(
     statistics: Statistics, *callbacks: Callback, begun: Any = None, **options: Any
 ) -> Statistics:
     learner: Any = statistics.learn
+
+    def curves(before: int, step: int, held_out: Mapping[str, float]) -> bool:
+        if begun is not None:
+            begun(step, held_out)
+        return False
+
     changed = replace(
         learner.options,
         options={**learner.options.options, **options},
         callbacks=lambda steps: callbacks,
-        begun=begun or (lambda step, held_out: None),
+        curves=curves,
     )
     return replace(statistics, learn=replace(learner, options=changed))
 
@@ -107,7 +113,9 @@ def test_the_last_step_is_looked_at_and_a_stop_forgets_no_look(tmp_path: Path) -
     broken = learnable("gemma3", "llama", tmp_path / "b")
     with pytest.raises(KeyboardInterrupt):
         method.fit(asking(broken, first, _StopAt(5), begun=begun))
-    saved = torch.load(tmp_path / "b" / "checkpoints" / "last.ckpt", weights_only=True)
+    saved = torch.load(
+        tmp_path / "b" / "checkpoints" / "generation" / "last.ckpt", weights_only=True
+    )
     (score,) = [
         state["best_model_score"] for state in saved["callbacks"].values() if state.get("monitor")
     ]

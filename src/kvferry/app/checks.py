@@ -97,6 +97,7 @@ def data_files(cfg: RunConfig) -> Iterator[Mistake]:
     if data.mixed_domain and data.source != "wikipedia" and not data.out_of_domain:
         yield Mistake("data.mixed_domain", "there is nothing to mix in: set data.out_of_domain")
     named = [("data.path", data.path)] if data.path is not None else []
+    named += [("data.questions", data.questions)] if data.questions is not None else []
     named += [(f"data.out_of_domain[{i}]", path) for i, path in enumerate(data.out_of_domain)]
     for key, path in named:
         if not Path(str(path)).expanduser().is_file():

@@ -74,6 +74,8 @@ class DataConfig:
         passage_tokens: length that each passage is cut to, in source tokens.
         seed: order of the passages; null keeps the file's order.
         mixed_domain: passages of other domains that calibrate besides these; none is evaluated.
+        questions: JSON lines of questions with answers, for mappers that learn from what the target
+            answers.
     """
 
     source: Literal["wikipedia", "text", "hub"]
@@ -88,6 +90,7 @@ class DataConfig:
     passage_tokens: Annotated[int, Range(8)] = 1000
     seed: int | None = None
     mixed_domain: Count = 0
+    questions: str | None = None
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -21,6 +22,7 @@ from kvferry.app.loggers import RunLogger
 from kvferry.app.models import cache_folder, product_dtype
 from kvferry.app.progress import Step, progress
 from kvferry.app.schema import RunConfig
+from kvferry.calibration.questions import load_questions
 from kvferry.calibration.reader import PairReader
 from kvferry.calibration.trace_store import TraceStore
 from kvferry.lm.store import cache_root
@@ -29,6 +31,7 @@ from kvferry.mappers.layout import COMPONENTS
 from kvferry.results.rows import write_atomically
 from kvferry.training.averaging import AveragedWeights
 from kvferry.training.learn import TraceLearner, TrainerOptions
+from kvferry.training.material import Material
 
 
 def learner(
@@ -41,37 +44,44 @@ def learner(
 ) -> TraceLearner:
     """Trains the networks of a run; its checkpoints and curves lie in the run folder."""
     quiet_lightning()
+    if cfg.force:
+        shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
     layers = range(len(reader.target.geometry.layers))
     variance = {
-        c: {layer: statistics.variance(c, layer) for layer in layers}
+        c: {layer: statistics.head_variance(c, layer) for layer in layers}
         for c in COMPONENTS
         if c in statistics.moments
     }
     trainer = cfg.trainer
-    curves = CurveLogger(folder / CURVES, log)
     options = {
         "accelerator": trainer.accelerator,
         "devices": 1,
         "precision": _precision(cfg),
         "gradient_clip_val": trainer.gradient_clip or None,
         "log_every_n_steps": 1,
-        "logger": curves,
     }
 
     def callbacks(steps: int) -> list[Callback]:
         averaged = [AveragedWeights(trainer.ema)] if trainer.ema else []
         return [TrainingProgress(steps), *averaged]
 
-    return TraceLearner(
+    def curves(done_before: int, step: int, held_out: Mapping[str, float]) -> CurveLogger:
+        logger = CurveLogger(folder / CURVES, log, done_before)
+        logger.begin(step, held_out)
+        return logger
+
+    material = Material(
         reader=reader,
         texts=corpora.replayed(cfg.eval),
         passage_tokens=cfg.data.passage_tokens,
         store=TraceStore(cache_root(cache_folder(cfg)) / "traces", reader, torch.bfloat16),
         variance=variance,
         product_dtype=product_dtype(cfg),
-        options=TrainerOptions(folder / CHECKPOINTS, options, callbacks, curves.begin),
         gradient_checkpointing=trainer.gradient_checkpointing,
+        questions=load_questions(cfg.data.questions) if cfg.data.questions else (),
+        answers=cache_root(cache_folder(cfg)) / "answers",
     )
+    return TraceLearner(material, TrainerOptions(folder / CHECKPOINTS, options, callbacks, curves))
 
 
 def _precision(cfg: RunConfig) -> Any:
@@ -128,24 +138,28 @@ class CurveLogger(Logger):
     Args:
         path: one JSON object a line.
         log: of the run.
+        done_before: steps of earlier phases, from which this one counts on.
     """
 
-    def __init__(self, path: Path, log: RunLogger) -> None:
+    def __init__(self, path: Path, log: RunLogger, done_before: int = 0) -> None:
         super().__init__()
-        self.path, self.log = path, log
+        self.path, self.log, self.done_before = path, log, done_before
 
     def begin(self, step: int, held_out: Mapping[str, float]) -> None:
-        """Keep the lines up to ``step``, which training goes on after: the others come again.
+        """Keep the lines up to ``step`` of this phase, which goes on after it: others come again.
 
         Args:
             held_out: what the held-out texts say before the first step.
         """
         if step:
             print(f"training goes on after step {step}", flush=True)
-            write_atomically(self.path, "".join(self._lines_up_to(step)).encode())
-            return
-        self.path.unlink(missing_ok=True)
-        self._write(held_out, 0)
+        if self.done_before + step:
+            kept = self._lines_up_to(self.done_before + step)
+            write_atomically(self.path, "".join(kept).encode())
+        else:
+            self.path.unlink(missing_ok=True)
+        if not step:
+            self._write(held_out, 0)
 
     @property
     def name(self) -> str:
@@ -168,6 +182,7 @@ class CurveLogger(Logger):
 
     def _write(self, metrics: Mapping[str, float], step: int) -> None:
         values = {name: float(value) for name, value in metrics.items() if name != "epoch"}
+        step += self.done_before
         with self.path.open("a", encoding="utf-8") as lines:
             lines.write(json.dumps({"step": step, **values}) + "\n")
         self.log.log_metrics(values, step)

@@ -18,7 +18,7 @@ from kvferry.mappers.affine import AffineGroup, AffineMapper
 from kvferry.mappers.anchors import AnchorReads
 from kvferry.mappers.inputs import SourceCode
 from kvferry.mappers.layout import Component, FeatureBlock, FeatureLayout
-from kvferry.mappers.learning import Generation, Learn, Schedule
+from kvferry.mappers.learning import Aim, Learn, Schedule
 from kvferry.mappers.mapper import Mapper
 from kvferry.mappers.observation import Observation, Replay, ReplaySplit, Watch, unwatched
 from kvferry.mappers.refined import RefinedMapper
@@ -53,9 +53,14 @@ class Statistics:
 
     def variance(self, component: Component, layer: int) -> float:
         """Of one feature of target ``layer``, mean over its features, over the calibration rows."""
-        return float(self.moments[component].c_yy[layer].diagonal().mean())
+        return float(self.head_variance(component, layer).mean())
 
-    def learned(self, mapper: RefinedMapper, aim: Generation) -> RefinedMapper:
+    def head_variance(self, component: Component, layer: int) -> Float[Tensor, " heads"]:
+        """As :meth:`variance`, by KV head."""
+        features = self.moments[component].c_yy[layer].diagonal()
+        return features.view(self.target.layers[layer].kv_heads, -1).mean(dim=1).float()
+
+    def learned(self, mapper: RefinedMapper, aim: Aim) -> RefinedMapper:
         """The mapper with its network trained.
 
         Raises:

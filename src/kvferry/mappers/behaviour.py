@@ -22,6 +22,7 @@ from kvferry.mappers.correction import (
     group_of,
     input_codes,
 )
+from kvferry.mappers.mapper import Mapper
 from kvferry.mappers.observation import Observation
 from kvferry.stats.attention_fit import AttentionSample, fit_attention
 from kvferry.stats.functional import AttendedMoments, functional_values
@@ -165,14 +166,14 @@ def query_rows(
 
 
 def read_mapped(
-    mapper: AffineMapper, texts: Iterable[Observation], rows: int, seed: int
+    mapper: Mapper, texts: Iterable[Observation], rows: int, seed: int
 ) -> Iterator[MappedText]:
     """Map each text."""
     for seen, chosen in query_rows(texts, rows, seed):
         yield MappedText(seen, mapped_after_prefix(mapper, seen), chosen)
 
 
-def mapped_after_prefix(mapper: AffineMapper, seen: Observation) -> ContentKV:
+def mapped_after_prefix(mapper: Mapper, seen: Observation) -> ContentKV:
     """Mapped content of every token but the prefix, which stays native, and planted sinks."""
     out = mapper.map(seen.inputs, [0] * len(mapper.target.layers))
     for component in ("keys", "values"):
@@ -185,19 +186,19 @@ def mapped_after_prefix(mapper: AffineMapper, seen: Observation) -> ContentKV:
     return out
 
 
-def planted_tokens(mapper: AffineMapper, layer: int, tokens: int) -> list[int]:
+def planted_tokens(mapper: Mapper, layer: int, tokens: int) -> list[int]:
     """Tokens of a windowed layer that give way to the prefix, were the context to end here."""
     first = mapper.first_tokens(tokens)[layer]
     return [first + place for place in mapper.planted_places(layer, tokens)]
 
 
-def mapped_layers(mapper: AffineMapper) -> range:
+def mapped_layers(mapper: Mapper) -> range:
     """Target layers that are not native."""
     return range(mapper.native_layers, len(mapper.target.layers))
 
 
 def attention_error(
-    mapper: AffineMapper, texts: Iterable[Observation], rows: int = 64, seed: int = 0
+    mapper: Mapper, texts: Iterable[Observation], rows: int = 64, seed: int = 0
 ) -> Float[Tensor, " layers"]:
     """|mapped - native|² of attention outputs as a share of |native|², by target layer.
 

@@ -78,6 +78,17 @@ def select_heads_and_layers(
     return HeadLocalSupport(top_layers_by_r2(matched.nanmean(dim=0), count), heads)
 
 
+def matched_heads(statistics: Statistics, rule: HeadRule) -> HeadSupport:
+    """Heads by ``rule`` over all source layers.
+
+    Raises:
+        InputError: a model whose layers differ in their number of heads.
+    """
+    if rule == "index":
+        return same_relative_head(kv_heads(statistics.source), kv_heads(statistics.target))
+    return assign_heads(single_head_r2(statistics).nanmean(dim=(0, 2)))
+
+
 def single_head_r2(
     statistics: Statistics,
 ) -> Float[Tensor, "target_layers target_heads source_layers source_heads"]:

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol, TypeVar
+
+from jaxtyping import Float
+from torch import Tensor
 
 from kvferry.mappers.refined import RefinedMapper
+
+Made = TypeVar("Made")
+Made_co = TypeVar("Made_co", covariant=True)
+
+LayerJudge = Callable[[RefinedMapper], Float[Tensor, " layers"]]
+"""An error of each target layer under a mapper; native layers may have any."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +33,7 @@ class Schedule:
         validate_every: steps between two looks at them.
         patience: looks without progress after which training ends; 0 never ends it early.
         seed: of the order of texts and of what is asked of each.
+        done_before: steps of earlier phases, from which the curves go on.
     """
 
     steps: int = 600
@@ -33,6 +45,7 @@ class Schedule:
     validate_every: int = 100
     patience: int = 0
     seed: int = 0
+    done_before: int = 0
 
     def rules(self) -> dict[str, bool]:
         """What settings must be, and whether they are."""
@@ -50,7 +63,20 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class Generation:
+class Aim(ABC):
+    """What a network learns. A method may follow several, one of a kind, one after the other."""
+
+    schedule: Schedule
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def pursued_by(self, makers: ForEachAim[Made]) -> Made:
+        """What ``makers`` have for this kind of aim."""
+
+
+@dataclass(frozen=True)
+class Generation(Aim):
     """Learn what the target says: its next tokens on top of the mapped cache.
 
     A text is cut at random; the target continues it, and repeats early stretches of it.
@@ -66,7 +92,6 @@ class Generation:
         pointwise: weight of the mapped content's error, as a share of its variance.
     """
 
-    schedule: Schedule
     shortest_context: int = 256
     continuation_tokens: int = 64
     recall_spans: int = 2
@@ -77,9 +102,85 @@ class Generation:
     text: float = 0.0
     pointwise: float = 0.0
 
+    name: ClassVar[str] = "generation"
+
+    def pursued_by(self, makers: ForEachAim[Made]) -> Made:
+        """See :class:`Aim`."""
+        return makers.generation(self)
+
+
+@dataclass(frozen=True)
+class Reconstruction(Aim):
+    """Learn the target's own content: squared error as a share of each KV head's variance.
+
+    Tokens count as in calibration: without the native prefix and the sinks of windowed models.
+
+    Args:
+        schedule: of the optimiser.
+        tokens: length of the stretch of a text that one step learns from; 0 takes the whole text.
+        judge: what tells by target layer whether a state is better than the best one so far. Each
+            layer then ends in its own best state, the start among them; without it the state of
+            least held-out loss is taken whole.
+    """
+
+    tokens: int = 0
+    judge: LayerJudge | None = field(default=None, compare=False)
+
+    name: ClassVar[str] = "reconstruction"
+
+    def pursued_by(self, makers: ForEachAim[Made]) -> Made:
+        """See :class:`Aim`."""
+        return makers.reconstruction(self)
+
+
+@dataclass(frozen=True)
+class Answering(Aim):
+    """Learn to make the target say what it says when it has read a text itself.
+
+    Where questions are at hand, what it says is its right answers; else how it goes on after a
+    text that is cut at random.
+
+    Args:
+        schedule: of the optimiser; its passages do not matter here.
+        answers: to learn from.
+        answer_tokens: longest answer.
+        context_tokens: longest text that the target goes on after, in target tokens.
+        temperature: of its answers; 0 takes the likeliest token.
+        aware: weight of the answer's cross-entropy where the target reads the text again first.
+        unaware: of the same where it has the mapped cache and a cue alone.
+        pointwise: weight of the mapped content's error, as a share of its variance.
+    """
+
+    answers: int = 64
+    answer_tokens: int = 48
+    context_tokens: int = 384
+    temperature: float = 0.0
+    aware: float = 0.5
+    unaware: float = 0.5
+    pointwise: float = 0.1
+
+    name: ClassVar[str] = "answering"
+
+    def pursued_by(self, makers: ForEachAim[Made]) -> Made:
+        """See :class:`Aim`."""
+        return makers.answering(self)
+
+
+class ForEachAim(Protocol[Made_co]):
+    """Something for every kind of aim."""
+
+    def generation(self, aim: Generation) -> Made_co:
+        """For :class:`Generation`."""
+
+    def reconstruction(self, aim: Reconstruction) -> Made_co:
+        """For :class:`Reconstruction`."""
+
+    def answering(self, aim: Answering) -> Made_co:
+        """For :class:`Answering`."""
+
 
 class Learn(Protocol):
     """Trains the network of a mapper."""
 
-    def __call__(self, mapper: RefinedMapper, aim: Generation) -> RefinedMapper:
+    def __call__(self, mapper: RefinedMapper, aim: Aim) -> RefinedMapper:
         """The mapper with its best held-out state, and how training went in its report."""

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 import torch
 
-from kvferry.errors import ConfigurationError
 from kvferry.lm.geometry import KVGeometry
 from kvferry.mappers.affine import AffineMapper
+from kvferry.mappers.affine_start import affine_start
 from kvferry.mappers.anchored import Anchored
 from kvferry.mappers.base import MapperMethod, Statistics, require
 from kvferry.mappers.gated_residual import GatedResidual
@@ -121,13 +121,7 @@ class Mobility(MapperMethod):
         Raises:
             ConfigurationError: the start is not affine.
         """
-        base = self.start.fit(statistics)
-        if not isinstance(base, AffineMapper):
-            raise ConfigurationError(
-                "Context mobility starts from an affine map.",
-                found=self.start.pretty_name,
-                fix="set mapper@mapper.start to anchored, heterofold or another closed form",
-            )
+        base = affine_start(self.start, statistics, "Context mobility")
         with torch.random.fork_rng():
             torch.manual_seed(self.seed)
             refiner = self._residual(statistics, base)

@@ -45,12 +45,10 @@ class Observation:
     @property
     def counted(self) -> Bool[Tensor, " tokens"]:
         """Target tokens to fit on, as moments count them but judged by this text alone."""
-        exact = self.inputs.alignment.exact
-        return counted_tokens(
+        return counted_alone(
             self.target,
-            exact,
+            self.inputs.alignment.exact,
             prefix=self.prefix,
-            shared_only=float(exact.double().mean()) >= MIN_SHARED,
             windowed=any(trace.window is not None for trace in self.queries),
         )
 
@@ -77,6 +75,14 @@ def counted_tokens(
     if windowed:
         counted &= ~surrogate_sinks(target)
     return counted
+
+
+def counted_alone(
+    target: ContentKV, exact: Bool[Tensor, " tokens"], *, prefix: int, windowed: bool
+) -> Bool[Tensor, " tokens"]:
+    """As :func:`counted_tokens`; this text alone tells whether only shared ends count."""
+    shared_only = float(exact.double().mean()) >= MIN_SHARED
+    return counted_tokens(target, exact, prefix=prefix, shared_only=shared_only, windowed=windowed)
 
 
 def surrogate_sinks(content: ContentKV) -> Bool[Tensor, " tokens"]:

@@ -47,6 +47,11 @@ class Refiner(nn.Module):
         Gradients reach its own parameters; ``content`` is neither changed nor differentiated.
         """
 
+    def weights_of(self, layer: int) -> dict[str, Tensor]:
+        """Views of the weights that change target ``layer`` and no other; empty where it shares
+        all of them."""
+        return {}
+
 
 @dataclass(frozen=True, eq=False)
 class RefinedMapper:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
 from kvferry.lm.content import ContentKV
 from kvferry.lm.model import LanguageModel
-from kvferry.mappers.layout import Component
 from kvferry.mappers.learning import Generation
 from kvferry.mappers.refined import RefinedMapper
 from kvferry.training.carrying import (
@@ -20,6 +17,7 @@ from kvferry.training.carrying import (
     native_context,
 )
 from kvferry.training.losses import kl_from_native, pointwise_error, text_nll
+from kvferry.training.material import Variance
 from kvferry.training.module import Losses, RefinerModule
 from kvferry.training.texts import Draw
 
@@ -42,7 +40,7 @@ class GenerationModule(RefinerModule):
         aim: Generation,
         target: LanguageModel,
         prefix: ContentKV,
-        variance: Mapping[Component, Mapping[int, float]],
+        variance: Variance,
         gradient_checkpointing: bool = False,
     ) -> None:
         super().__init__(mapper, aim.schedule)

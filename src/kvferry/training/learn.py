@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,24 +10,24 @@ from typing import Any
 
 import torch
 from pytorch_lightning import Callback, Trainer
-from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
+from pytorch_lightning.callbacks import ModelCheckpoint
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader
 
 from kvferry.calibration.interruption import interruptible
-from kvferry.calibration.reader import PairReader
-from kvferry.calibration.trace_store import TraceStore
-from kvferry.errors import ConfigurationError
-from kvferry.mappers.layout import Component
-from kvferry.mappers.learning import Generation
-from kvferry.mappers.observation import ReplaySplit
+from kvferry.lm.store import new_file
+from kvferry.mappers.learning import Aim
 from kvferry.mappers.refined import RefinedMapper
-from kvferry.training.carrying import inference_free
-from kvferry.training.generation import GenerationModule
+from kvferry.training.keeping import MONITOR, BestLayers, Keeper, WholeState
+from kvferry.training.lessons import Lesson, Lessons
+from kvferry.training.material import Material
 from kvferry.training.module import RefinerModule
 from kvferry.training.texts import Draw, DrawnTexts
 
-MONITOR = "held_out/loss"
 LAST = "last.ckpt"
+LEARNED = "learned.safetensors"
+HELD_OUT = MONITOR.partition("/")[0] + "/"
 
 
 @dataclass(frozen=True)
@@ -35,17 +35,18 @@ class TrainerOptions:
     """How Lightning is asked to train.
 
     Args:
-        folder: where checkpoints lie; training goes on from what it finds there.
-        options: of the trainer: accelerator, precision, clipping, loggers.
+        folder: where checkpoints lie, those of each phase in a folder of their own; training goes
+            on from what it finds there.
+        options: of the trainer: accelerator, precision, clipping.
         callbacks: beside those that keep checkpoints, for so many steps.
-        begun: told the step that training goes on after, and what the held-out texts said before
-            the first one.
+        curves: the logger of a phase, given the steps of earlier ones, the step that it goes on
+            after, and what the held-out texts said before its first one; False: none.
     """
 
     folder: Path
     options: Mapping[str, Any] = field(default_factory=dict)
     callbacks: Callable[[int], Sequence[Callback]] = lambda steps: ()
-    begun: Callable[[int, Mapping[str, float]], None] = lambda step, held_out: None
+    curves: Callable[[int, int, Mapping[str, float]], Any] = lambda before, step, held_out: False
 
 
 @dataclass(frozen=True)
@@ -53,109 +54,76 @@ class TraceLearner:
     """Trains on traces of texts: see :class:`kvferry.mappers.learning.Learn`.
 
     Args:
-        reader: both models.
-        texts: by split.
-        passage_tokens: source tokens that each text is cut to.
-        store: keeps what the models have read.
-        variance: of native content by component and layer.
-        product_dtype: number format of the affine map's products while the network learns: that of
-            the hand-off.
-        gradient_checkpointing: see :class:`GenerationModule`.
+        material: what is learned from.
         options: how Lightning trains.
     """
 
-    reader: PairReader
-    texts: Mapping[ReplaySplit, Sequence[str]]
-    passage_tokens: int
-    store: TraceStore
-    variance: Mapping[Component, Mapping[int, float]]
+    material: Material
     options: TrainerOptions
-    product_dtype: torch.dtype = torch.float32
-    gradient_checkpointing: bool = False
 
-    def __call__(self, mapper: RefinedMapper, aim: Generation) -> RefinedMapper:
+    def __call__(self, mapper: RefinedMapper, aim: Aim) -> RefinedMapper:
         """Train, and leave the refiner in its best held-out state: never worse than it began.
+
+        A phase that is finished is not run again.
 
         Raises:
             ConfigurationError: there is no text to learn from, or none to choose the state by.
         """
-        schedule, target = aim.schedule, self.reader.target
-        ids, mask = target.batch([target.sink_ids])
-        prefix = inference_free(target.content(target.prefill(ids, mask)))
-        mapped = range(mapper.native_layers, len(mapper.target.layers))
-        variance = {c: {i: v[i] for i in mapped} for c, v in self.variance.items()}
-        module = GenerationModule(
-            mapper.with_precision(self.product_dtype),
-            aim,
-            target,
-            prefix,
-            variance,
-            self.gradient_checkpointing,
-        )
-        held = self._draws("selection", schedule.held_out, schedule.held_out)
-        start = copy.deepcopy(mapper.refiner.state_dict())
-        at_start = self._judge(module, held)
-        before = at_start[MONITOR]
-        done = self._steps_done()
-        learned = self._draws(
-            "calibration", schedule.passages, schedule.steps, first=done, seed=schedule.seed
-        )
-        self.options.begun(done, at_start)
-        best = self._train(module, learned, held, resume=done > 0)
-        after = float(best.best_model_score) if best.best_model_score is not None else before
-        if after < before:
-            state = torch.load(best.best_model_path, weights_only=True, map_location="cpu")
-            module.load_state_dict(state["state_dict"])
+        finished = self.options.folder / aim.name / LEARNED
+        if finished.is_file():
+            mapper.refiner.load_state_dict(load_file(finished))
+            with safe_open(finished, "pt") as stored:
+                report = json.loads(stored.metadata()["report"])
         else:
-            mapper.refiner.load_state_dict(start)
-        report = {"held_out_loss_before": before, "held_out_loss_after": min(after, before)}
-        return replace(mapper, report={**mapper.affine.report, **report})
+            report = self._learn(mapper, aim)
+            state = {n: x.cpu().contiguous() for n, x in mapper.refiner.state_dict().items()}
+            with new_file(finished) as temporary:
+                save_file(state, temporary, metadata={"report": json.dumps(report)})
+            for checkpoint in finished.parent.glob("*.ckpt"):
+                checkpoint.unlink()
+        named = {f"{aim.name}_{name}": value for name, value in report.items()}
+        return replace(mapper, report={**mapper.affine.report, **mapper.report, **named})
 
-    def _draws(
-        self, split: ReplaySplit, passages: int, steps: int, *, first: int = 0, seed: int = 0
-    ) -> DrawnTexts:
-        texts = self.texts.get(split, ())
-        if not texts:
-            raise ConfigurationError(
-                f"A mapper that learns needs {split.replace('_', ' ')} texts: there are none.",
-                fix="lower data.calibration_passages or data.held_out_passages, or give more text",
-            )
-        count = min(passages, len(texts))
-        chosen = [texts[place * len(texts) // count] for place in range(count)]
-        pairs = [self.reader.tokenize(text, self.passage_tokens) for text in chosen]
-        return DrawnTexts(self.store, pairs, steps, first=first, seed=seed)
+    def _learn(self, mapper: RefinedMapper, aim: Aim) -> dict[str, float]:
+        folder = self.options.folder / aim.name
+        precise = mapper.with_precision(self.material.product_dtype)
+        lesson = aim.pursued_by(Lessons(self.material, precise))
+        before = self._judge(lesson)
+        keeper = _keeper(lesson, folder, before["loss"])
+        done = _steps_done(folder)
+        if not done:
+            keeper.begin()
+        self._train(lesson, keeper, folder, done, before)
+        kept = keeper.settle()
+        after = self._judge(lesson)
+        report = {f"{name}_before": value for name, value in before.items()}
+        report |= {f"{name}_after": value for name, value in after.items()}
+        return {**lesson.report, **report, **kept}
 
-    def _steps_done(self) -> int:
-        path = self.options.folder / LAST
-        if not path.is_file():
-            return 0
-        return int(
-            torch.load(path, weights_only=True, map_location="cpu", mmap=True)["global_step"]
-        )
-
-    def _judge(self, module: RefinerModule, held: DrawnTexts) -> dict[str, float]:
-        trainer = self._trainer(module, [], logger=False)
-        (found,) = trainer.validate(module, _loader(held), verbose=False)
-        return {name: float(value) for name, value in found.items()}
+    def _judge(self, lesson: Lesson) -> dict[str, float]:
+        """Held-out losses by name."""
+        trainer = self._trainer(lesson.module, [], logger=False)
+        (found,) = trainer.validate(lesson.module, _loader(lesson.held), verbose=False)
+        return {name.removeprefix(HELD_OUT): float(value) for name, value in found.items()}
 
     def _train(
-        self, module: RefinerModule, learned: DrawnTexts, held: DrawnTexts, *, resume: bool
-    ) -> ModelCheckpoint:
-        schedule, folder = module.schedule, self.options.folder
-        best = ModelCheckpoint(
-            folder, "best", monitor=MONITOR, save_weights_only=True, enable_version_counter=False
-        )
-        # After the held-out texts and after ``best``, whose record it holds: a checkpoint of the
+        self, lesson: Lesson, keeper: Keeper, folder: Path, done: int, before: dict[str, float]
+    ) -> None:
+        schedule = lesson.module.schedule
+        # After the held-out texts and after the keeper, whose record it holds: a checkpoint of the
         # step alone would go on without that look.
         last = ModelCheckpoint(folder, LAST.removesuffix(".ckpt"), enable_version_counter=False)
-        callbacks: list[Callback] = [best, last, *self.options.callbacks(schedule.steps)]
-        if schedule.patience:
-            callbacks.append(EarlyStopping(MONITOR, patience=schedule.patience))
-        trainer = self._trainer(module, callbacks)
-        found = str(folder / LAST) if resume else None
+        callbacks = [*keeper.callbacks, last, *self.options.callbacks(schedule.steps)]
+        at_start = {f"{HELD_OUT}{name}": value for name, value in before.items()}
+        logger = self.options.curves(schedule.done_before, done, at_start)
+        trainer = self._trainer(lesson.module, callbacks, logger=logger)
         with interruptible(trainer):
-            trainer.fit(module, _loader(learned), _loader(held), ckpt_path=found)
-        return best
+            trainer.fit(
+                lesson.module,
+                _loader(lesson.learned(done)),
+                _loader(lesson.held),
+                ckpt_path=str(folder / LAST) if done else None,
+            )
 
     def _trainer(self, module: RefinerModule, callbacks: list[Callback], **more: Any) -> Trainer:
         return Trainer(
@@ -170,6 +138,23 @@ class TraceLearner:
             use_distributed_sampler=False,
             **{**self.options.options, **more},
         )
+
+
+def _keeper(lesson: Lesson, folder: Path, before: float) -> Keeper:
+    module = lesson.module
+    patience = module.schedule.patience
+    if lesson.judge is None:
+        return WholeState(module, folder, before, patience)
+    return BestLayers(module, lesson.judge, patience)
+
+
+def _steps_done(folder: Path) -> int:
+    """Steps of the checkpoint of an interrupted phase."""
+    path = folder / LAST
+    if not path.is_file():
+        return 0
+    found = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+    return int(found["global_step"])
 
 
 def _loader(texts: DrawnTexts) -> DataLoader[Draw]:

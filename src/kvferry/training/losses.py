@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from kvferry.lm.content import ContentKV
-from kvferry.mappers.layout import COMPONENTS, Component
+from kvferry.mappers.layout import Component
 
 
 def kl_from_native(
@@ -31,18 +31,27 @@ def text_nll(
 
 
 def pointwise_error(
-    mapped: ContentKV, native: ContentKV, variance: Mapping[Component, Mapping[int, float]]
+    mapped: ContentKV,
+    native: ContentKV,
+    variance: Mapping[Component, Mapping[int, Float[Tensor, " heads"]]],
+    counted: Bool[Tensor, " tokens"] | None = None,
 ) -> Float[Tensor, ""]:
-    """Squared error of mapped content as a share of its variance, mean of layers and components.
+    """Squared error of mapped content as a share of its variance: a mean over layers, components
+    and KV heads, so that none of them dominates.
 
     Args:
         mapped, native: the same tokens of the same layers.
-        variance: by component and layer, of one feature; layers that are missing do not count.
+        variance: by component, layer and KV head, of one feature; layers that are missing do not
+            count.
+        counted: the tokens that do; all by default.
     """
-    shares = [
-        (getattr(mapped, component)[layer] - getattr(native, component)[layer]).square().mean()
-        / variance[component][layer]
-        for component in COMPONENTS
-        for layer in variance[component]
-    ]
+    shares = []
+    for component, by_layer in variance.items():
+        made, wanted = getattr(mapped, component), getattr(native, component)
+        for layer, spread in by_layer.items():
+            error = (made[layer] - wanted[layer]).square().mean(dim=(0, 3))
+            if counted is not None:
+                weights = counted[-error.shape[1] :].to(error)
+                error = error * weights * (len(weights) / weights.sum().clamp(min=1))
+            shares.append((error.mean(dim=1) / spread).mean())
     return torch.stack(shares).mean()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from pytorch_lightning import LightningModule
 from torch import Tensor
+from torch.optim import Optimizer
 
 from kvferry.calibration.interruption import die_when_told
 from kvferry.mappers.learning import Schedule
@@ -73,11 +74,23 @@ class RefinerModule(LightningModule):
             lr=schedule.learning_rate,
             weight_decay=schedule.weight_decay,
             betas=(0.9, 0.98),
+            fused=True,
         )
         scheduler = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: learning_rate_factor(step, schedule)
         )
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """By norm. Lightning itself refuses to clip for a fused optimiser, which might scale its
+        gradients; nothing here is scaled."""
+        if gradient_clip_val:
+            torch.nn.utils.clip_grad_norm_(self.refiner.parameters(), gradient_clip_val)
 
     def transfer_batch_to_device(
         self, batch: Draw, device: torch.device, dataloader_idx: int

@@ -10,6 +10,7 @@ from torch.utils.data import Dataset
 
 from kvferry.calibration.reader import PairTrace, TokenPair
 from kvferry.calibration.trace_store import TraceStore
+from kvferry.training.answers import OwnAnswer
 
 
 @dataclass(frozen=True)
@@ -19,10 +20,12 @@ class Draw:
     Args:
         trace: position-free caches of both models.
         seed: of what is asked of it.
+        answer: what the target itself says to it, for those who learn that.
     """
 
     trace: PairTrace
     seed: int
+    answer: OwnAnswer | None = None
 
 
 class DrawnTexts(Dataset[Draw]):
@@ -37,6 +40,7 @@ class DrawnTexts(Dataset[Draw]):
         steps: draws.
         first: step that item 0 stands for.
         seed: of orders and draws.
+        answers: of the texts, in their order, where there are some.
     """
 
     def __init__(
@@ -47,8 +51,10 @@ class DrawnTexts(Dataset[Draw]):
         *,
         first: int = 0,
         seed: int = 0,
+        answers: Sequence[OwnAnswer] = (),
     ) -> None:
         self.store, self.pairs, self.steps, self.first, self.seed = store, pairs, steps, first, seed
+        self.answers = answers
 
     def __len__(self) -> int:
         # Lightning counts the steps of a checkpoint as fetched, and stops that much earlier.
@@ -60,5 +66,7 @@ class DrawnTexts(Dataset[Draw]):
         order = torch.randperm(
             len(self.pairs), generator=torch.Generator().manual_seed(self.seed * 7919 + lap)
         )
-        trace = self.store.read(self.pairs[int(order[place])])
-        return Draw(trace, self.seed * 1_000_003 + step)
+        text = int(order[place])
+        trace = self.store.read(self.pairs[text])
+        answer = self.answers[text] if self.answers else None
+        return Draw(trace, self.seed * 1_000_003 + step, answer)
