@@ -156,7 +156,10 @@ def test_ctrl_c_and_a_kill_change_nothing(
     state = RunFolder.of(compose(sent))
     code, said = stopped(sent, signal.SIGINT, EVERY, state.path)
     assert code == 130 and "The same command resumes" in said and "Traceback" not in said
-    assert state.status == "unfinished" and (state.path / CHECKPOINTS / "last.ckpt").is_file()
+    assert (
+        state.status == "unfinished"
+        and (state.path / CHECKPOINTS / "generation" / "last.ckpt").is_file()
+    )
     seen = max(steps(state.path, "train"))
     code, said = stopped(sent, signal.SIGKILL, 3 * EVERY, state.path)
     assert code == -signal.SIGKILL and f"goes on after step {seen // EVERY * EVERY}" in said

@@ -53,7 +53,8 @@ def test_settings_reach_the_trainer(tmp_path: Path, memory: Memory) -> None:
         return learner(cfg, tmp_path, reader, corpora, statistics, memory)
 
     found = asked("trainer.gradient_clip=0.5", "trainer.gradient_checkpointing=true")
-    assert found.gradient_checkpointing and found.options.options["gradient_clip_val"] == 0.5
+    assert found.material.gradient_checkpointing
+    assert found.options.options["gradient_clip_val"] == 0.5
     (bar,) = found.options.callbacks(9)
     assert isinstance(bar, TrainingProgress) and bar.steps == 9
     found = asked("trainer.gradient_clip=0", "trainer.ema=0.9")

@@ -85,9 +85,8 @@ def context_inputs(trace: PairTrace, context: int) -> tuple[MapperInputs, Conten
 def mapped_context(mapper: Mapper, inputs: MapperInputs, prefix: ContentKV) -> ContentKV:
     """Content as a hand-off leaves it, before rotation; gradients reach a learned mapper."""
     content = mapper.map(inputs, mapper.first_tokens(inputs.tokens))
-    # Native layers are views of the trace, which the prefix must not be written into.
-    owned = content.map_layers(lambda x: x if x.requires_grad else x.clone())
-    return keep_prefix(owned, prefix, mapper)
+    # Layers may be views, of the trace or of each other, which the prefix must not be written into.
+    return keep_prefix(content.map_layers(torch.clone), prefix, mapper)
 
 
 def native_context(mapper: Mapper, native: ContentKV) -> ContentKV:
