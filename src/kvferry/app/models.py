@@ -52,8 +52,10 @@ def share_models(cfg: RunConfig, rank: Rank, ready: Callable[[], None]) -> None:
     Args:
         ready: called when the first rank may begin to load.
     """
+    device = rank_device(cfg, rank.index)
+    torch.empty(0, device=device)  # a device that is not here must show before the others wait
     ready()
-    with joined(rank.index, rank.count, rank.port, rank_device(cfg, rank.index)) as group:
+    with joined(rank.index, rank.count, rank.port, device) as group:
         _load_models(cfg, rank.index, group)
         group.follow()
 

@@ -16,8 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_START = timedelta(minutes=60)
-"""For a rank to load its models and join, and for the slowest of them in a forward pass."""
+_MEET = timedelta(minutes=10)
+"""For all ranks to join."""
+_PASS = timedelta(minutes=60)
+"""For the slowest of them to load a model, or to run its part of a forward pass."""
 _IDLE = timedelta(days=7)
 """The first rank may fit for long between two forward passes."""
 _CPU = torch.device("cpu")
@@ -103,9 +105,10 @@ def joined(index: int, count: int, port: int, device: torch.device) -> Iterator[
     os.environ |= names
     try:
         if device.type == "cuda":
-            torch.cuda.set_device(device)
+            torch.cuda.set_device(device.index or 0)
         backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, rank=index, world_size=count, timeout=_START)
+        meeting = dist.TCPStore("127.0.0.1", port, count, is_master=index == 0, timeout=_MEET)
+        dist.init_process_group(backend, store=meeting, rank=index, world_size=count, timeout=_PASS)
         group = RankGroup(index, count, device)
         yield group
         if index == 0:
