@@ -69,7 +69,7 @@ def test_settings_reach_the_trainer(tmp_path: Path, memory: Memory) -> None:
 
 
 def test_the_bar_goes_whatever_ends_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lightning tears no callback down after an exception, and a bar that stays hides the cursor."""
+    """Lightning tears no callback down after an exception; a bar that stays hides the cursor."""
     shown: list[object] = []
 
     @contextmanager
