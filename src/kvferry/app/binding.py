@@ -119,9 +119,9 @@ def bind(
 
 
 def _broken(rule: str, where: str, fields: Iterable[str]) -> Mistake:
-    """A rule as a mistake of the one setting that it opens with, or of the whole group."""
+    """A rule as a mistake of the one setting that it speaks of, or of the whole group."""
     name, _, rest = rule.partition(" ")
-    if name not in fields:
+    if name not in fields or not rest.startswith("must "):
         return Mistake(where, rule)
     return Mistake(f"{where}.{name}" if where else name, rest)
 
