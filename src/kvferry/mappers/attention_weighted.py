@@ -47,7 +47,7 @@ def weighted_groups(
     *,
     relative: float | None,
     absolute: float | None,
-) -> list[AffineGroup]:
+) -> tuple[list[AffineGroup], int]:
     """Ridge of every target head from its own blocks, rows weighted by attention.
 
     The weight of a row is `1 + alpha (r - 1)`. Neither the mean of r nor alpha is known before the
@@ -58,6 +58,9 @@ def weighted_groups(
     Args:
         reads: by component, target layer and head; native layers included (ignored).
 
+    Returns:
+        the maps, and how many rows they were fitted on.
+
     Raises:
         InputError: the texts have no rows to fit on.
         ConfigurationError: the fused kernel is asked for and cannot run here.
@@ -65,6 +68,7 @@ def weighted_groups(
     jobs = [(c, layer) for c, by_layer in reads.items() for layer in range(len(by_layer))]
     jobs = [job for job in jobs if job[1] >= native_layers]
     groups: list[AffineGroup] = []
+    rows = 0
     for part in _readings(reads, jobs, weights.sums_bytes):
         sums = {
             component: HeadSums(
@@ -77,7 +81,8 @@ def weighted_groups(
             _add(sums, seen, weights.boundaries)
         for component, one in sums.items():
             groups += _solve(one, component, reads[component], weights.floor, relative, absolute)
-    return groups
+            rows = one.rows
+    return groups, rows
 
 
 def _readings(

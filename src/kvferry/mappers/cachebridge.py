@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from kvferry.mappers.affine import AffineGroup, AffineMapper
+from kvferry.mappers.affine import FITTED_ROWS, AffineGroup, AffineMapper
 from kvferry.mappers.anchors import NativeLayers, OffersAnchors
 from kvferry.mappers.attention_weighted import AttentionWeights, weighted_groups
 from kvferry.mappers.base import (
@@ -96,7 +96,7 @@ class CacheBridge(OffersAnchors, MapperMethod):
                 groups += plain_groups(
                     statistics, component, reads[component], native, **self._penalty
                 )
-        groups += weighted_groups(
+        weighted, rows = weighted_groups(
             statistics,
             {c: by_layer for c, by_layer in reads.items() if weighed[c]},
             native,
@@ -112,10 +112,11 @@ class CacheBridge(OffersAnchors, MapperMethod):
         return AffineMapper(
             source=statistics.source,
             target=statistics.target,
-            groups=tuple(groups),
+            groups=(*groups, *weighted),
             code=statistics.code if self.neighbours else None,
             native_layers=native,
             planted_sinks=self.planted_sinks,
+            report={FITTED_ROWS: rows} if weighted else {},
         )
 
 
