@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from construction_data import Shape
 
-from kvferry.stats.head_products import _BLOCK, PANEL_ROWS
+from kvferry.stats.head_products import PANEL_ROWS, strips
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Traffic:
 
 
 def panel_traffic(shape: Shape, tokens: int) -> Traffic:
-    """The torch path: copies of weighted rows, products block by block, sums in fp64."""
+    """The torch path: copies of weighted rows, products strip by strip, sums in fp64."""
     n, p, q = float(tokens), shape.inputs + 1, shape.dim
     width, panels = shape.target_layers * q, tokens / PANEL_ROWS
     # A row of the panel is read from a cache and written; y likewise.
@@ -51,10 +51,10 @@ def panel_traffic(shape: Shape, tokens: int) -> Traffic:
 
 
 def _products(n: float, p: int, q: int, panels: float, *, symmetric: bool) -> Traffic:
-    """One head: each block of columns of x against the rest of x, or against y."""
+    """One head: each strip of columns of x against the rest of x, or against y."""
     flops = moved = 0.0
-    for first in range(0, p, _BLOCK):
-        rows = min(_BLOCK, p - first)
+    for first, last in strips(p):
+        rows = last - first
         columns = p - first if symmetric else q
         flops += 2 * n * rows * columns
         # Both operands; the product out and in again; its sum in fp64.

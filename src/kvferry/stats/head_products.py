@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -64,8 +65,8 @@ def add_products(
     copied = rows.weights is not None or len(runs) > 1 or (gram is not None and y is not None)
     buffer = aligned_rows(min(panel, count) if copied else 0, p + q, like=rows.x)
     # One large product suits a GPU better than half of it in strips.
-    block = p if rows.x.is_cuda else _BLOCK
-    scratch = rows.x.new_empty(block * (p + q))
+    places = [(0, p)] if rows.x.is_cuda else strips(p)
+    scratch = rows.x.new_empty(max(last - first for first, last in places) * (p + q))
     for head, source in enumerate(rows.sources.tolist()):
         sums = (
             None if gram is None else gram[head],
@@ -81,7 +82,18 @@ def add_products(
             else:
                 left = x[:, runs[0]]
                 right = left if outputs is None else outputs
-            _accumulate(left, right, *sums, block, scratch)
+            _accumulate(left, right, *sums, places, scratch)
+
+
+def strips(p: int) -> list[tuple[int, int]]:
+    """Ranges of columns that are multiplied at once, none of them short.
+
+    A strip of one column would be summed one row after the other in fp32, at five times the error.
+    """
+    starts = list(range(0, p, _BLOCK))
+    if len(starts) > 1 and p - starts[-1] < _BLOCK // 2:
+        starts.pop()
+    return list(pairwise([*starts, p]))
 
 
 def mirror(sums: Float64[Tensor, "heads p p"]) -> None:
@@ -120,7 +132,7 @@ def _joined(
 ) -> Float[Tensor, "rows p+q"]:
     """The features of all runs and y side by side, each row times its ``root``."""
     parts = [x[:, run] for run in runs] + ([] if y is None else [y])
-    places = out.split([part.shape[1] for part in parts], dim=1)
+    places = torch.split(out, [part.shape[1] for part in parts], dim=1)
     for part, place in zip(parts, places, strict=True):
         if root is None:
             place.copy_(part)
@@ -134,16 +146,15 @@ def _accumulate(
     right: Float[Tensor, "rows columns"],
     gram: Float64[Tensor, "p p"] | None,
     cross: Float64[Tensor, "p q"] | None,
-    block: int,
+    places: Sequence[tuple[int, int]],
     scratch: Tensor,
 ) -> None:
-    """Multiply x, block by block, with [x y], or with one of them.
+    """Multiply x, strip by strip of its columns, with [x y], or with one of them.
 
-    With x it is multiplied from the block on: what lies below the diagonal is above it too.
+    With x it is multiplied from the strip on: what lies below the diagonal is above it too.
     """
     p, columns = x.shape[1], right.shape[1]
-    for first in range(0, p, block):
-        last = min(first + block, p)
+    for first, last in places:
         start = 0 if gram is None else first
         product = scratch[: (last - first) * (columns - start)].view(last - first, columns - start)
         torch.mm(x[:, first:last].T, right[:, start:], out=product)
