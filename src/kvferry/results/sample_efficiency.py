@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvferry.results.catalogue import CALIBRATION_TOKENS
+from kvferry.results.catalogue import CALIBRATION_TOKENS, LADDER_TASKS
 from kvferry.results.rows import ResultRow
 from kvferry.results.views import Cell, pooled
 
@@ -37,7 +37,7 @@ class SampleCurve:
 
 
 def sample_curves(rows: Sequence[ResultRow]) -> list[SampleCurve]:
-    """A curve a pair, mapper, split and metric, by metric; rows of unknown tokens are left out.
+    """A curve a pair, mapper, split and metric, by metric; left out: rows of no known tokens.
 
     Seeds are pooled. Where one seed was measured twice on as many tokens (other settings of the
     same mapper) the later one counts.
@@ -52,7 +52,8 @@ def sample_curves(rows: Sequence[ResultRow]) -> list[SampleCurve]:
     )
     for row in sorted(rows, key=lambda row: row.created):
         count = tokens.get((row.pair, row.mapper, row.mapper_hash, row.seed))
-        if row.condition == "mapped" and row.metric in SAMPLE_METRICS and count is not None:
+        measured = row.task in LADDER_TASKS and row.metric in SAMPLE_METRICS
+        if count and measured and row.condition == "mapped":
             found[row.pair, row.mapper, row.split, row.metric][count][row.seed] = row
     curves = []
     for (pair, mapper, split, metric), by_tokens in found.items():
