@@ -17,7 +17,7 @@ def test_the_rule_keeps_equal_counts_and_spreads_unequal_ones() -> None:
     assert same_relative_head(4, 4).sources == (0, 1, 2, 3)
     assert same_relative_head(2, 4).sources == (0, 0, 1, 1)
     assert same_relative_head(8, 2).sources == (0, 4)
-    assert same_relative_head(2, 3).read_heads() == (0, 1)
+    assert same_relative_head(2, 3).sources == (0, 0, 1)
     with pytest.raises(InputError, match="models that have some"):
         same_relative_head(0, 2)
 

@@ -15,14 +15,10 @@ import torch
 
 from kvferry.calibration import statistics
 from kvferry.calibration.corpus import load_miniature
-from kvferry.calibration.moments_store import Collection, merge_collections
 from kvferry.calibration.reader import PairReader
 from kvferry.calibration.statistics import (
     CalibrationPlan,
-    MomentsModule,
     collect_statistics,
-    empty_moments,
-    source_code,
 )
 from kvferry.calibration.trace_store import TraceStore
 from kvferry.errors import InputError
@@ -179,29 +175,6 @@ def test_more_text_reads_only_what_is_new(
     plan = dataclasses.replace(PLAN, passage_tokens=70)
     collect_statistics(reader, texts, plan, trainer(), tmp_path, each=told.append)
     assert told[0] == 0, "another plan is another base"
-
-
-def test_two_collections_are_merged_once(reader: PairReader, tmp_path: Path) -> None:
-    def collection(first: int, last: int) -> Collection:
-        part = [reader.tokenize(text, PLAN.passage_tokens) for text in TEXTS[first:last]]
-        moments = {c: empty_moments(reader, layouts[c]) for c in COMPONENTS}
-        module = MomentsModule(reader, layouts, code, moments, False)
-        for pair in part:
-            module.add(reader.read([pair])[0])
-        return Collection(tuple(TEXTS[first:last]), code, moments, False)
-
-    layouts = PLAN.layouts(reader)
-    code = source_code(reader, [reader.tokenize(TEXTS[0], PLAN.passage_tokens)], PLAN)
-    whole = collection(0, 4)
-    merged = merge_collections(collection(0, 2), collection(2, 4))
-    assert merged.texts == whole.texts
-    for component in COMPONENTS:
-        one, other = merged.moments[component], whole.moments[component]
-        assert torch.allclose(one.c_xy, other.c_xy, rtol=1e-5, atol=1e-6)
-    with pytest.raises(InputError, match="count twice"):
-        merge_collections(collection(0, 2), collection(1, 3))
-    with pytest.raises(InputError, match="different source codes"):
-        merge_collections(collection(0, 2), dataclasses.replace(collection(2, 3), shared_only=True))
 
 
 def test_damaged_moments_are_collected_anew(reader: PairReader, tmp_path: Path) -> None:

@@ -163,5 +163,5 @@ def test_latency_rows_cover_every_step() -> None:
     limit = handoff.reader.source.geometry.max_positions
     assert affordable_lengths(handoff, [64, 128, limit + 1], 10_000) == [64, 128]
     assert affordable_lengths(handoff, [64, 128], 100) == [64]
-    sizes = {row.metric: row.value for row in size_rows(STAMP, mapper.parameters, 7)}
+    sizes = {row.metric: row.value for row in size_rows(STAMP, mapper.parameters, 7, 9)}
     assert sizes["parameters"] == mapper.parameters

@@ -13,7 +13,8 @@ from kvferry.calibration.replay import TextReplay
 from kvferry.errors import ConfigurationError
 from kvferry.mappers.affine import AffineMapper
 from kvferry.mappers.base import Statistics
-from kvferry.mappers.behaviour import Reading, attention_error, read_mapped, refit_values
+from kvferry.mappers.behaviour import Reading, attention_error, read_mapped
+from kvferry.mappers.behavioural_fit import BehaviouralCalibration
 from kvferry.mappers.cachelink import CacheLink, query_metrics
 from kvferry.mappers.correction import coded_moments, corrected, group_of, input_codes
 from kvferry.mappers.full_head_ridge import FullHeadRidge
@@ -80,18 +81,17 @@ def test_native_attention_ignores_mapped_keys_and_translated_answers_to_them() -
         ),
     )
     for attention in ("native", "translated"):
-        found = [
-            refit_values(
-                statistics,
-                mapper,
-                Reading(passages=4, held_out=2, rows=16),
-                rank=8,
-                pointwise=0.1,
-                ridge=1e-3,
-                attention=attention,  # type: ignore[arg-type]
-            )
-            for mapper in (plain, turned)
-        ]
+        values = BehaviouralCalibration(
+            keys_rank=0,
+            steps=1,
+            learning_rate=1.0,
+            values=True,
+            pointwise=0.1,
+            directions=8,
+            reading=Reading(passages=4, held_out=2, rows=16),
+            attention=attention,  # type: ignore[arg-type]
+        )
+        found = [values.apply(statistics, mapper, ridge=1e-3) for mapper in (plain, turned)]
         first, second = (
             torch.cat([group_of(m, "values", layer).weight for layer in range(6)], dim=1)
             for m in found
@@ -157,5 +157,5 @@ def test_metrics_are_symmetric_and_leave_native_layers_out() -> None:
 
 
 def test_settings_out_of_range_are_all_named() -> None:
-    with pytest.raises(ConfigurationError, match=r"passages.*metric_floor.*pointwise.*attention"):
+    with pytest.raises(ConfigurationError, match=r"metric_floor.*passages.*pointwise.*attention"):
         CacheLink(passages=0, metric_floor=0.0, pointwise=-1.0, attention="both")  # type: ignore[arg-type]

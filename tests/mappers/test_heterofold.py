@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -15,15 +16,17 @@ from kvferry.mappers.affine import AffineGroup, AffineMapper, sink_places
 from kvferry.mappers.anchors import AnchorReads
 from kvferry.mappers.base import Recolouring, Statistics, fit_affine, layer_reads
 from kvferry.mappers.behaviour import (
+    Reading,
     attention_error,
     mapped_after_prefix,
     planted_tokens,
     query_rows,
     read_mapped,
 )
+from kvferry.mappers.behavioural_fit import BehaviouralCalibration
 from kvferry.mappers.heterofold import HeteroFold
 from kvferry.mappers.layout import COMPONENTS, component_layout
-from kvferry.mappers.observation import ReplaySplit
+from kvferry.mappers.observation import Observation, ReplaySplit
 from kvferry.mappers.strength import GRID, blend, choose_strengths
 from tests.pairs import TOKENS, reader_of, statistics_of
 
@@ -146,6 +149,47 @@ def test_calibration_brings_behaviour_back(source: str, target: str) -> None:
     unseen = list(statistics.observe(4, "other_domain"))
     assert _divergence(only_keys, unseen).mean() < _divergence(before, unseen).mean()
     assert attention_error(after, unseen, 32).mean() < attention_error(before, unseen, 32).mean()
+
+
+def test_one_reading_serves_keys_and_values() -> None:
+    """As if values had been fitted from a reading of their own, but for half precision."""
+    statistics = with_texts(statistics_of("llama", "gemma3"), "llama", "gemma3")
+    readings: list[ReplaySplit] = []
+    replay = statistics.replay
+    assert replay is not None
+
+    class Counting:
+        def __call__(
+            self, passages: int, split: ReplaySplit = "calibration", *, copies: bool = False
+        ) -> Iterator[Observation]:
+            readings.append(split)
+            return replay(passages, split, copies=copies)
+
+        def count(self, split: ReplaySplit) -> int:
+            return replay.count(split)
+
+    watched = replace(statistics, replay=Counting())
+    _, start = ends(watched)
+    both = BehaviouralCalibration(
+        keys_rank=4,
+        steps=40,
+        learning_rate=1e-2,
+        values=True,
+        pointwise=0.1,
+        directions=16,
+        reading=Reading(passages=8, held_out=2, rows=32),
+    )
+    once = both.apply(watched, start, 1e-3)
+    assert readings == ["calibration", "selection"]
+    keys_first = replace(both, values=False).apply(watched, start, 1e-3)
+    after = replace(both, keys_rank=0).apply(watched, keys_first, 1e-3)
+    assert len(readings) == 6
+    moved: dict[str, float] = {"keys": 0.0, "values": 0.0}
+    for mine, theirs, before in zip(once.groups, after.groups, start.groups, strict=True):
+        far = float((before.weight - theirs.weight).abs().max())
+        assert float((mine.weight - theirs.weight).abs().max()) <= 0.02 * far
+        moved[mine.component] += far
+    assert min(moved.values()) > 0, "control: both were corrected somewhere"
 
 
 def _divergence(mapper: AffineMapper, texts: list) -> torch.Tensor:  # type: ignore[type-arg]

@@ -13,7 +13,6 @@ from kvferry.mappers.anchored import Anchored
 from kvferry.mappers.base import MapperMethod, Statistics
 from kvferry.mappers.full_head_ridge import FullHeadRidge
 from kvferry.mappers.heterofold import HeteroFold
-from kvferry.mappers.judging import query_rows
 from kvferry.mappers.tuning import RIDGES, mean_cosine
 from tests.pairs import TOKENS, reader_of, statistics_of, traces_of
 
@@ -90,10 +89,3 @@ def test_settings_are_never_chosen_on_calibration_text(has_replay: bool) -> None
 def test_auto_and_an_absolute_penalty_exclude_each_other() -> None:
     with pytest.raises(ConfigurationError, match="absolute_ridge"):
         FullHeadRidge(ridge="auto", absolute_ridge=0.01)
-
-
-def test_query_rows_reach_the_end_and_stay_few() -> None:
-    assert query_rows(10, 14).tolist() == [10, 11, 12, 13]
-    rows = query_rows(100, 1000)
-    assert len(rows) <= 64 and int(rows[0]) == 100 and int(rows[-1]) > 980
-    assert query_rows(9, 9).tolist() == []

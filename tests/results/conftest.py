@@ -133,6 +133,72 @@ def make_rows(
     return rows
 
 
+SAMPLES = {  # calibration tokens: KL retention, NLL retention, recall kept
+    "full_head_ridge": {
+        2_000: (-3.1, -2.4, -0.9),
+        8_000: (0.21, 0.14, 0.01),
+        25_000: (0.58, 0.61, 0.09),
+        50_000: (0.69, 0.72, 0.13),
+        100_000: (0.74, 0.78, 0.15),
+        200_000: (0.76, 0.81, 0.16),
+    },
+    "cachebridge": {
+        2_000: (0.35, 0.31, 0.02),
+        8_000: (0.55, 0.52, 0.06),
+        25_000: (0.62, 0.64, 0.09),
+        50_000: (0.64, 0.67, 0.10),
+        100_000: (0.65, 0.68, 0.10),
+        200_000: (0.65, 0.69, 0.10),
+    },
+}
+
+
+def make_sample_rows(splits: tuple[str, ...] = ("wiki", "novel"), seed: int = 0) -> list[ResultRow]:
+    """Two mappers, each fitted on six lengths of text."""
+    source, target, _ = PAIRS["smollm2_gemma3"]
+    rows: list[ResultRow] = []
+    for mapper, by_tokens in SAMPLES.items():
+        for tokens, values in by_tokens.items():
+            stamp = RowStamp(
+                "smollm2_gemma3", source, target, mapper, f"{mapper[:4]}{tokens}", seed, "cpu",
+                "float32", "c0ffee12", "deadbee",
+            )  # fmt: skip
+            rows.append(
+                stamp.row(
+                    task="size",
+                    split="mapper",
+                    condition="mapped",
+                    metric="calibration_tokens",
+                    value=float(tokens),
+                    n=1,
+                    context_tokens=0,
+                )
+            )
+            for split in splits:
+                for metric, value in zip(
+                    ("kl_retention", "nll_retention", "recall_kept"), values, strict=True
+                ):
+                    shown = value * (0.8 if split == "novel" else 1.0) + 0.01 * seed
+                    rows += [
+                        stamp.row(
+                            task="ladder",
+                            split=split,
+                            condition=condition,
+                            metric=metric,
+                            value=Interval(level, level - 0.06, level + 0.05, 24),
+                            context_tokens=768,
+                        )
+                        for condition, level in (("mapped", shown), ("zero", 0.0))
+                    ]
+    return rows
+
+
+@pytest.fixture
+def samples() -> list[ResultRow]:
+    """Retention against calibration tokens."""
+    return make_sample_rows()
+
+
 @pytest.fixture
 def rows_of() -> Callable[..., list[ResultRow]]:
     """The row maker, for tests that need variants."""

@@ -17,6 +17,7 @@ from kvferry.results.plots import (
     latency_figure,
     layer_figure,
     retention_figure,
+    sample_efficiency_figure,
     tradeoff_figure,
 )
 from kvferry.results.rows import ResultRow
@@ -52,6 +53,29 @@ def test_no_text_covers_another(
     assert clashes(figure) == []
 
 
+def test_no_text_covers_another_where_lengths_of_text_are_compared(
+    samples: list[ResultRow],
+) -> None:
+    figure = sample_efficiency_figure(samples)
+    assert figure is not None and len(figure.axes) == 6
+    assert clashes(figure) == []
+    ticks = [text.get_text() for text in figure.axes[-1].get_xticklabels()]
+    assert ticks == ["2K", "8K", "25K", "50K", "100K", "200K"]
+
+
+def test_a_map_without_enough_text_is_written_out(samples: list[ResultRow]) -> None:
+    figure = sample_efficiency_figure(samples)
+    assert figure is not None
+    notes = {text.get_text() for text in figure.findobj(Text) if isinstance(text, Text)}
+    assert {"-3.1", "-2.4", "-0.9"} <= notes
+
+
+def test_one_length_of_text_is_no_curve(samples: list[ResultRow], rows: list[ResultRow]) -> None:
+    assert sample_efficiency_figure(rows) is None
+    one = [row for row in samples if row.mapper_hash.endswith("200000")]
+    assert one and sample_efficiency_figure(one) is None
+
+
 def test_the_clash_check_sees_a_clash() -> None:
     figure = Figure()
     FigureCanvasAgg(figure)
@@ -59,7 +83,7 @@ def test_the_clash_check_sees_a_clash() -> None:
     assert clashes(figure) == [("one", "two")]
 
 
-@pytest.mark.parametrize("draw", FIGURES)
+@pytest.mark.parametrize("draw", [*FIGURES, sample_efficiency_figure])
 def test_no_rows_no_figure(draw: Callable[..., Figure | None]) -> None:
     assert draw([]) is None
 

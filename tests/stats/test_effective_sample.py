@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.stats.effective_sample import effective_size, largest_alpha, squared_variation
+from kvferry.stats.effective_sample import largest_alpha, squared_variation
 
 
 def relevances(rows: int, spread: float, seed: int) -> torch.Tensor:
@@ -25,7 +25,7 @@ def test_the_floor_is_met_exactly(rows: int, spread: float, floor: float, seed: 
     alpha = largest_alpha(variation, rows, floor)
     weights = 1 + alpha[:, None] * (r - 1)
     kish = weights.sum(1).square() / weights.square().sum(1)
-    torch.testing.assert_close(kish, effective_size(alpha, variation, rows))
+    torch.testing.assert_close(kish, rows / (1 + alpha.square() * variation))
     wanted = min(floor, rows)
     for one, size in zip(alpha.tolist(), kish.tolist(), strict=True):
         assert one == 1.0 or size == pytest.approx(wanted)

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from kvferry.stats.head_products import HeadRows, add_products, mirror
+from kvferry.stats.head_products import HeadRows, add_products, mirror, strips
 
 SOURCES, ROWS, FEATURES, OUTPUTS = 3, 150, 250, 20
 
@@ -73,6 +73,14 @@ def test_weights_of_one_are_no_weights() -> None:
     alone = torch.zeros_like(cross)
     add_products(rows, cross=alone, y=y)
     assert_close(alone, cross)
+
+
+def test_strips_follow_each_other_and_none_is_short() -> None:
+    for p in (1, 64, 128, 129, 191, 192, 769, 2561):
+        found = strips(p)
+        assert [first for first, _ in found] == [0, *(last for _, last in found[:-1])]
+        assert found[-1][1] == p
+        assert p < 64 or all(64 <= last - first < 192 for first, last in found)
 
 
 class Largest(torch.overrides.TorchFunctionMode):

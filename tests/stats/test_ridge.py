@@ -15,7 +15,6 @@ from kvferry.stats.ridge import (
     bias,
     held_out_r2,
     ridge,
-    ridge_by_support,
     single_source_r2,
 )
 
@@ -97,7 +96,7 @@ def test_a_planted_layer_is_found_and_r2_is_one_minus_the_noise(noise: float) ->
     assert float((r2[[0, 1], [3, 1]] - (1 - noise)).abs().max()) < 0.02
     r2[[0, 1], [3, 1]] = 0
     assert float(r2.max()) < 0.02  # the other layers know nothing
-    w = torch.cat(ridge_by_support(fit, SOURCES, [range(5)] * 2, relative=1e-4), dim=1)
+    w = RidgeFactor.of(fit, relative=1e-4).solve(fit.c_xy)
     score = held_out_r2(w, bias(fit.mean_x, fit.mean_y, w), held)
     assert float((score - (1 - noise)).abs().max()) < 0.02
     assert bool((held_out_r2(w, torch.full((12,), 99.0), held) < 0).all())  # the constant matters
@@ -118,14 +117,11 @@ def test_held_out_r2_from_moments_is_r2_from_predictions() -> None:
 
 def test_supports_are_sub_blocks_of_one_gram() -> None:
     x, y = planted(500, 0.3, 1)
-    supports = [(0, 3), (1,)]
-    fitted = ridge_by_support(moments_of(x, y), SOURCES, supports, relative=1e-3)
-    for support, block, w in zip(supports, TARGETS, fitted, strict=True):
+    moments, every = moments_of(x, y), torch.arange(40)
+    for support, block in (((0, 3), TARGETS[0]), ((1,), TARGETS[1])):
+        chosen = moments.select(torch.cat([every[SOURCES[s]] for s in support]), block)
+        w = RidgeFactor.of(chosen, relative=1e-3).solve(chosen.c_xy)
         part = torch.cat([x[:, SOURCES[s]] for s in support], dim=1)
         part, target = part - part.mean(0), y[:, block] - y[:, block].mean(0)
         expected = ridge(*covariance(part, target), relative=1e-3)
         torch.testing.assert_close(w, expected, rtol=1e-4, atol=1e-5)
-    shared = ridge_by_support(moments_of(x, y), SOURCES, [(0, 3), (0, 3)], relative=1e-3)
-    torch.testing.assert_close(shared[0], fitted[0])
-    with pytest.raises(InputError, match="support"):
-        ridge_by_support(moments_of(x, y), SOURCES, [(0,), ()], relative=1e-3)

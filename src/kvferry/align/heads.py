@@ -33,10 +33,6 @@ class HeadSupport:
                     fix="Choose the support again for these two models.",
                 )
 
-    def read_heads(self) -> tuple[int, ...]:
-        """Every source head that some target head reads, ascending."""
-        return tuple(sorted(set(self.sources)))
-
 
 def same_relative_head(source_heads: int, target_heads: int) -> HeadSupport:
     """Target head h reads source head `floor(h source_heads / target_heads)`.

@@ -1,4 +1,4 @@
-"""The installed command line: `kvferry ask`, `turns`, `doctor`, `push`, `clean`."""
+"""The installed command line: `kvferry ask`, `turns`, `plot`, `doctor`, `push`, `clean`."""
 
 from __future__ import annotations
 
@@ -117,6 +117,21 @@ def turns(
         out=out,
     )
     measure(request, Console(), force=force)
+
+
+@app.command()
+def plot(
+    kind: Annotated[str, typer.Argument(help="sample-efficiency, or tradeoff.")],
+    runs: Annotated[
+        list[Path], typer.Argument(help="Run folders; those without rows are left out.")
+    ],
+    to: Annotated[Path, typer.Option(help="Folder that receives the figures.")] = Path("figures"),
+) -> None:
+    """Draw several runs together: what is kept by calibration tokens, or KL against recall."""
+    from kvferry.app.plot import plot as draw
+
+    for path in draw(kind, runs, to):
+        print(path)
 
 
 @app.command()

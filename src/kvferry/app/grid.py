@@ -1,4 +1,4 @@
-"""What a grid of runs came to: one table of verdicts, one of results."""
+"""What a grid of runs came to: one table of verdicts, one of results, and how much text it took."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvferry.app.folder import ROWS, RunFolder
+from kvferry.app.folder import FIGURES, ROWS, RunFolder
+from kvferry.app.plot import draw
 from kvferry.app.schema import RunConfig
 from kvferry.results.rows import merge_rows, read_rows
 from kvferry.results.tables import print_tables
 
 
 def summarise(configs: Sequence[RunConfig], console: Console) -> int:
-    """Print one line a job and the comparison of all rows.
+    """Print one line a job and the comparison of all rows; draw what only several runs show.
 
     Returns:
         Exit code: 0 when every job is done.
@@ -33,5 +34,8 @@ def summarise(configs: Sequence[RunConfig], console: Console) -> int:
     files = [folder.path / ROWS for folder in folders if folder.status == "done"]
     rows = [row for file in files if file.exists() for row in read_rows(file)]
     if rows:
-        print_tables(merge_rows([], rows), console)
+        merged = merge_rows([], rows)
+        print_tables(merged, console)
+        for picture in draw("sample-efficiency", merged, folders[0].path.parent / FIGURES):
+            console.print(f"figure: {picture}", soft_wrap=True)
     return 0 if all(folder.status == "done" for folder in folders) else 1

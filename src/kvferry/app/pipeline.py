@@ -125,7 +125,10 @@ def _evaluate(cfg: RunConfig, folder: Path, reader: PairReader) -> None:
     handoff, stamp = load_handoff(cfg, folder, reader)
     corpora = load_corpora(cfg, cache_root(cache_folder(cfg)))
     rows: list[ResultRow] = size_rows(
-        stamp, handoff.mapper.parameters, (folder / MAPPER / WEIGHTS).stat().st_size
+        stamp,
+        handoff.mapper.parameters,
+        (folder / MAPPER / WEIGHTS).stat().st_size,
+        read_manifest(folder / MAPPER).calibration_tokens,
     )
     samples: list[ContinuationSample] = []
     for split, texts in corpora.evaluation(

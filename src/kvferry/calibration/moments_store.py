@@ -142,34 +142,6 @@ class MomentsStore:
         return sorted(sizes, key=lambda place: sizes[place], reverse=True)
 
 
-def merge_collections(first: Collection, second: Collection) -> Collection:
-    """One collection of the passages of two; ``first`` grows in place and is not to be used again.
-
-    Raises:
-        InputError: a passage is in both, or they were made with different codes or rows.
-    """
-    if set(first.texts) & set(second.texts):
-        raise InputError(
-            "A passage would count twice.",
-            found=f"{len(set(first.texts) & set(second.texts))} passages in both",
-            fix="merge collections of different passages",
-        )
-    if first.shared_only != second.shared_only or not _same_code(first.code, second.code):
-        raise InputError(
-            "These moments were made with different source codes or row choices.",
-            fix="collect the second passages by extending the first collection",
-        )
-    for component, moments in first.moments.items():
-        moments.merge(second.moments[component])
-    return Collection((*first.texts, *second.texts), first.code, first.moments, first.shared_only)
-
-
-def _same_code(one: SourceCode | None, other: SourceCode | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return all(one.projection[c].equal(other.projection[c]) for c in COMPONENTS)
-
-
 def _progress(place: Path) -> Mapping[str, Any]:
     record: Mapping[str, Any] = json.loads((place / PROGRESS).read_text())
     return record

@@ -11,7 +11,7 @@ from kvferry.evals.ladder import PER_LAYER, ContextResult
 from kvferry.evals.latency import LatencySample
 from kvferry.evals.multi_turn import ConversationShape
 from kvferry.evals.scoring import Scores
-from kvferry.results.catalogue import LATENCY_TASK, MULTI_TURN_TASK
+from kvferry.results.catalogue import CALIBRATION_TOKENS, LATENCY_TASK, MULTI_TURN_TASK
 from kvferry.results.rows import ResultRow, RowStamp
 from kvferry.results.statistics import (
     Interval,
@@ -197,9 +197,15 @@ def latency_rows(stamp: RowStamp, samples: Sequence[LatencySample], draws: int) 
     return rows
 
 
-def size_rows(stamp: RowStamp, parameters: int, storage_bytes: int) -> list[ResultRow]:
-    """Parameters of the mapper, and what they take on disk."""
-    sizes = {"parameters": parameters, "storage_bytes": storage_bytes}
+def size_rows(
+    stamp: RowStamp, parameters: int, storage_bytes: int, calibration_tokens: int
+) -> list[ResultRow]:
+    """Parameters of the mapper, what they take on disk, and how much text they were fitted on."""
+    sizes = {
+        "parameters": parameters,
+        "storage_bytes": storage_bytes,
+        CALIBRATION_TOKENS: calibration_tokens,
+    }
     return [
         stamp.row(
             task="size",

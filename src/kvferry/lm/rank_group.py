@@ -107,7 +107,9 @@ def joined(index: int, count: int, port: int, device: torch.device) -> Iterator[
         if device.type == "cuda":
             torch.cuda.set_device(device.index or 0)
         backend = "nccl" if device.type == "cuda" else "gloo"
-        meeting = dist.TCPStore("127.0.0.1", port, count, is_master=index == 0, timeout=_MEET)
+        meeting = dist.TCPStore(  # type: ignore[attr-defined]
+            "127.0.0.1", port, count, is_master=index == 0, timeout=_MEET
+        )
         dist.init_process_group(backend, store=meeting, rank=index, world_size=count, timeout=_PASS)
         group = RankGroup(index, count, device)
         yield group

@@ -22,6 +22,9 @@ from kvferry.mappers.layout import (
     source_layers_read,
 )
 
+FITTED_ROWS = "fitted_rows"
+"""In a mapper's report: target tokens it was fitted on, where they are not all that calibrate."""
+
 
 @dataclass(frozen=True)
 class AffineGroup:

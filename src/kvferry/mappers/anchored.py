@@ -7,7 +7,8 @@ from typing import ClassVar, Literal
 
 from kvferry.mappers.anchors import NativeLayers
 from kvferry.mappers.base import require
-from kvferry.mappers.behaviour import Pointwise, Reading
+from kvferry.mappers.behaviour import Reading
+from kvferry.mappers.behavioural_fit import Pointwise
 from kvferry.mappers.recoloured import RecolouredMethod
 from kvferry.mappers.selection import LayerCount, LayerSelector, Selector
 from kvferry.mappers.strength import Strength

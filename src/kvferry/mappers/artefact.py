@@ -21,7 +21,7 @@ import kvferry
 from kvferry.errors import ArtefactError
 from kvferry.lm.model import LanguageModel
 from kvferry.lm.store import file_sha256, new_folder
-from kvferry.mappers.affine import AffineGroup, AffineMapper
+from kvferry.mappers.affine import FITTED_ROWS, AffineGroup, AffineMapper
 from kvferry.mappers.card import model_card
 from kvferry.mappers.inputs import SourceCode
 from kvferry.mappers.layout import COMPONENTS, FeatureBlock
@@ -97,6 +97,11 @@ class Manifest:
     def short_hash(self) -> str:
         """Ten hex digits that name these weights."""
         return self.weights_sha256[:10]
+
+    @property
+    def calibration_tokens(self) -> int:
+        """Target tokens that the map was fitted on: all that were read, or those read again."""
+        return int(self.metrics.get(FITTED_ROWS, self.calibration.get("rows", 0)))
 
 
 def save_mapper(folder: Path, mapper: Mapper, manifest: Manifest, config: str) -> Manifest:

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from kvferry.mappers.affine import AffineGroup, AffineMapper
+from kvferry.mappers.affine import FITTED_ROWS, AffineGroup, AffineMapper
 from kvferry.mappers.anchors import NativeLayers, OffersAnchors
 from kvferry.mappers.attention_weighted import AttentionWeights, weighted_groups
 from kvferry.mappers.base import (
@@ -36,6 +36,7 @@ class CacheBridge(OffersAnchors, MapperMethod):
         boundaries: log-spaced ends of a context at which the next query is watched.
         floor: effective rows that weighting must leave, as a multiple of a map's inputs.
         sums_gigabytes: memory for the sums of one reading; more layers are read again.
+        fused: take weighted sums by the Triton kernel (CUDA): no copy of the rows, but slower.
         ridge: penalty as a share of the inputs' mean variance.
         absolute_ridge: the penalty itself, instead of ``ridge`` (the paper: 0.01).
         anchor_context, neighbours, native_layers: see :class:`AnchorReads`; off as published.
@@ -51,6 +52,7 @@ class CacheBridge(OffersAnchors, MapperMethod):
     boundaries: int = 32
     floor: float = 2.0
     sums_gigabytes: float = 4.0
+    fused: bool = False
     ridge: float = 1e-3
     absolute_ridge: float | None = None
     anchor_context: int = -1
@@ -94,22 +96,27 @@ class CacheBridge(OffersAnchors, MapperMethod):
                 groups += plain_groups(
                     statistics, component, reads[component], native, **self._penalty
                 )
-        groups += weighted_groups(
+        weighted, rows = weighted_groups(
             statistics,
             {c: by_layer for c, by_layer in reads.items() if weighed[c]},
             native,
             AttentionWeights(
-                self.passages, self.boundaries, self.floor, int(self.sums_gigabytes * 1e9)
+                self.passages,
+                self.boundaries,
+                self.floor,
+                int(self.sums_gigabytes * 1e9),
+                self.fused,
             ),
             **self._penalty,
         )
         return AffineMapper(
             source=statistics.source,
             target=statistics.target,
-            groups=tuple(groups),
+            groups=(*groups, *weighted),
             code=statistics.code if self.neighbours else None,
             native_layers=native,
             planted_sinks=self.planted_sinks,
+            report={FITTED_ROWS: rows} if weighted else {},
         )
 
 

@@ -20,14 +20,8 @@ from kvferry.mappers.base import (
     output_columns,
     require,
 )
-from kvferry.mappers.behaviour import (
-    Attention,
-    BehaviouralCalibration,
-    Pointwise,
-    Reading,
-    mapped_layers,
-    query_rows,
-)
+from kvferry.mappers.behaviour import Reading, mapped_layers, query_rows
+from kvferry.mappers.behavioural_fit import Attention, BehaviouralCalibration, Pointwise
 from kvferry.mappers.correction import with_weights
 from kvferry.mappers.layout import COMPONENTS
 from kvferry.mappers.observation import Observation
@@ -49,7 +43,7 @@ class CacheLink(OffersAnchors, MapperMethod):
         metric_floor: least share of attention that a coordinate of a key is taken to have.
         key_rank: of a further correction of keys by gradient, towards native attention, as in
             :class:`HeteroFold`; 0 stays with closed forms.
-        steps, learning_rate: of that correction, see :func:`refit_keys`.
+        steps, learning_rate: of that correction, see :func:`fit_attention`.
         directions: leading directions of the inputs that corrections read.
         functional_values: regress attention outputs; off keeps the ridge values.
         pointwise: weight of the values themselves beside the outputs they make (mu), or "auto".
@@ -88,7 +82,6 @@ class CacheLink(OffersAnchors, MapperMethod):
             {
                 **self._selector.rules("source_layers"),
                 **self._anchors.rules(),
-                **self._behaviour.reading.rules(),
                 "ridge must not be negative": self.ridge >= 0,
                 "metric_floor must lie in 0..1, 0 excluded": 0 < self.metric_floor <= 1,
                 **self._behaviour.rules("key_rank"),
@@ -115,7 +108,10 @@ class CacheLink(OffersAnchors, MapperMethod):
         )
 
     def fit(self, statistics: Statistics) -> AffineMapper:
-        """Ridge, then keys from one reading of the passages, then values from another."""
+        """Ridge, then keys from one reading of the passages, then values from another.
+
+        A correction of keys by gradient shares the reading of the values.
+        """
         support = self._selector.support(statistics)
         anchors = self._anchors
         mapper = fit_affine(

@@ -7,7 +7,8 @@ from typing import ClassVar, Literal
 
 from kvferry.mappers.anchors import NativeLayers
 from kvferry.mappers.base import require
-from kvferry.mappers.behaviour import Pointwise, Reading
+from kvferry.mappers.behaviour import Reading
+from kvferry.mappers.behavioural_fit import Pointwise
 from kvferry.mappers.recoloured import RecolouredMethod
 from kvferry.mappers.selection import LayerCount, LayerSelector, Selector
 from kvferry.mappers.strength import Strength
@@ -28,9 +29,9 @@ class HeteroFold(RecolouredMethod):
         recolour_keys, recolour_values: strength; 1 restores the receiver's covariance, "auto"
             takes for each layer what brings held-out attention outputs nearest to native ones.
         behavioural_keys_rank: of the correction that brings attention back; 0 leaves it out.
-        steps, learning_rate: of that correction, see :func:`refit_keys`.
+        steps, learning_rate: of that correction, see :func:`fit_attention`.
         behavioural_values: correct values so that attention outputs come out right.
-        pointwise: weight of the values themselves in that, see :func:`refit_values`.
+        pointwise: weight of the values themselves, see :class:`BehaviouralCalibration`.
         directions: leading directions of the inputs that both corrections read.
         passages, held_out, rows, seed: see :class:`Reading`.
         anchor_context, neighbours, native_layers: see :class:`AnchorReads`; off as published.

@@ -9,14 +9,6 @@ from torch import Tensor
 from kvferry.lm.content import ContentKV
 from kvferry.mappers.observation import Observation
 
-QUERY_ROWS = 64
-
-
-def query_rows(first: int, tokens: int, limit: int = QUERY_ROWS) -> Int64[Tensor, " rows"]:
-    """Up to ``limit`` tokens spread evenly from ``first`` to the last of ``tokens``."""
-    step = max(1, -(-(tokens - first) // limit))
-    return torch.arange(first, tokens, step)
-
 
 @torch.inference_mode()
 def attention_cosine(

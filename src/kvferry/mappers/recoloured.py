@@ -9,7 +9,8 @@ from typing import Any, Literal, cast
 from kvferry.mappers.affine import AffineMapper
 from kvferry.mappers.anchors import OffersAnchors
 from kvferry.mappers.base import MapperMethod, Statistics, layer_reads
-from kvferry.mappers.behaviour import BehaviouralCalibration, Pointwise, Reading
+from kvferry.mappers.behaviour import Reading
+from kvferry.mappers.behavioural_fit import BehaviouralCalibration, Pointwise
 from kvferry.mappers.layout import COMPONENTS
 from kvferry.mappers.selection import LayerSelector
 from kvferry.mappers.strength import Strength, fit_recoloured, strength_rules

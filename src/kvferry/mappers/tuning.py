@@ -8,11 +8,13 @@ from typing import Any, cast
 
 from kvferry.mappers.affine import AffineMapper
 from kvferry.mappers.base import MapperMethod, Statistics
-from kvferry.mappers.behaviour import mapped_after_prefix
-from kvferry.mappers.judging import attention_cosine, query_rows
+from kvferry.mappers.behaviour import read_mapped
+from kvferry.mappers.judging import attention_cosine
 from kvferry.mappers.observation import Observation
 
 PASSAGES = 6
+QUERIES = 64
+"""Of each passage, drawn at random; the same ones judge every candidate."""
 RIDGES: tuple[float, ...] = (1e-4, 1e-3, 1e-2, 1e-1)
 COUNTS: tuple[int, ...] = (4, 8)
 START: dict[str, Any] = {"source_layers": "all", "ridge": 1e-3}
@@ -66,11 +68,10 @@ def fit_chosen(
 
 
 def mean_cosine(mapper: AffineMapper, texts: Sequence[Observation]) -> float:
-    """Attention-output cosine over all layers that are mapped, queries in the second half."""
+    """Attention-output cosine over all layers that are mapped."""
     scores = []
-    for seen in texts:
-        rows = query_rows(seen.target.tokens // 2, seen.target.tokens)
-        cosines = attention_cosine(mapped_after_prefix(mapper, seen), seen, rows)
+    for text in read_mapped(mapper, texts, QUERIES, seed=0):
+        cosines = attention_cosine(text.content, text.seen, text.rows)
         scores.append(float(cosines[mapper.native_layers :].mean()))
     return sum(scores) / len(scores)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Better = Literal["higher", "lower", "neither"]
+CALIBRATION_TOKENS = "calibration_tokens"
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,12 @@ METRICS: dict[str, Metric] = {
     ),
     "speedup": Metric(
         "Speed-up", "ratio", "higher", "Native target prefill time / map time, medians."
+    ),
+    CALIBRATION_TOKENS: Metric(
+        "Calibration tokens",
+        "count",
+        "neither",
+        "Target tokens that the map was fitted on.",
     ),
     "parameters": Metric("Parameters", "count", "lower", "Numbers stored in the mapper."),
     "storage_bytes": Metric("Storage", "bytes", "lower", "Size of the mapper on disk."),

@@ -9,7 +9,6 @@ from kvferry.stats.ridge import (
     bias,
     held_out_r2,
     ridge,
-    ridge_by_support,
     single_source_r2,
 )
 
@@ -22,6 +21,5 @@ __all__ = [
     "linear_cka",
     "recolour",
     "ridge",
-    "ridge_by_support",
     "single_source_r2",
 ]

@@ -38,18 +38,26 @@ class AttentionSample:
         """Native attention: what to come near to."""
         return self.ask.scores(self.native.float()).softmax(dim=-1)
 
+    def changed(
+        self, change: Float[Tensor, "width features"] | None
+    ) -> Float[Tensor, "kv_heads tokens dim"]:
+        """Mapped keys plus code @ change."""
+        keys = self.mapped.float()
+        if change is None:
+            return keys
+        heads, _, dim = keys.shape
+        return keys + (self.code.float() @ change).view(-1, heads, dim).transpose(0, 1)
+
     def divergence(
         self,
         wanted: Float[Tensor, "query_heads rows tokens"],
         change: Float[Tensor, "width features"] | None = None,
     ) -> Float[Tensor, ""]:
         """Mean KL(wanted || attention over mapped keys plus code @ change), in nats a query."""
-        keys = self.mapped.float()
-        if change is not None:
-            heads, _, dim = keys.shape
-            keys = keys + (self.code.float() @ change).view(-1, heads, dim).transpose(0, 1)
         # Hidden keys have no weight, and an infinite logarithm.
-        got = self.ask.scores(keys).log_softmax(dim=-1).masked_fill(wanted == 0, 0.0)
+        got = (
+            self.ask.scores(self.changed(change)).log_softmax(dim=-1).masked_fill(wanted == 0, 0.0)
+        )
         loss = wanted * (wanted.clamp(min=1e-30).log() - got)
         return loss.sum(dim=-1).mean()
 

@@ -13,23 +13,14 @@ def squared_variation(
     return (rows * total_of_squares / total.square() - 1).clamp_min(0)
 
 
-def effective_size(
-    alpha: Float64[Tensor, " heads"], variation: Float64[Tensor, " heads"], rows: int
-) -> Float64[Tensor, " heads"]:
-    """Kish's `(sum w)² / sum w²` of `w = 1 + alpha (r - 1)` with mean r of one.
-
-    It is `n / (1 + alpha² CV²)`.
-    """
-    return rows / (1 + alpha.square() * variation)
-
-
 def largest_alpha(
     variation: Float64[Tensor, " heads"], rows: int, floor: float
 ) -> Float64[Tensor, " heads"]:
     """The most weighting, at most 1, that leaves an effective sample of ``floor`` rows.
 
     `alpha* = min(1, sqrt((n / tau - 1) / CV²))` with `tau = min(n, floor)`; 0 where there are no
-    more rows than the floor. Source: arXiv 2609.00891.
+    more rows than the floor. Kish's `(sum w)² / sum w²` of `w = 1 + alpha (r - 1)`, with mean r of
+    one, is `n / (1 + alpha² CV²)`. Source: arXiv 2609.00891.
 
     Args:
         variation: CV² of the relevances of each head.

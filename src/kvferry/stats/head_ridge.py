@@ -40,8 +40,8 @@ class HeadMoments:
         there = (alpha * self.weight / other.weight.clamp_min(1e-300))[:, None, None]
         here = (1 - alpha)[:, None, None]
         return HeadMoments(
-            here * self.xx + there * other.xx,
-            here * self.xy + there * other.xy,
+            (here * self.xx).addcmul_(there, other.xx),
+            (here * self.xy).addcmul_(there, other.xy),
         )
 
     @property
@@ -59,13 +59,13 @@ class HeadMoments:
         """Covariance of x about its weighted mean."""
         mean = self.mean_x
         scaled = self.xx[:, :-1, :-1] / self.weight[:, None, None]
-        return scaled - mean[:, :, None] * mean[:, None, :]
+        return scaled.baddbmm_(mean[:, :, None], mean[:, None, :], alpha=-1)
 
     @property
     def c_xy(self) -> Float64[Tensor, "heads p q"]:
         """Cross-covariance about the weighted means."""
         scaled = self.xy[:, :-1] / self.weight[:, None, None]
-        return scaled - self.mean_x[:, :, None] * self.mean_y[:, None, :]
+        return scaled.baddbmm_(self.mean_x[:, :, None], self.mean_y[:, None, :], alpha=-1)
 
 
 def ridge_heads(

@@ -105,56 +105,6 @@ def bias(
     return mean_y - mean_x.to(weights.dtype) @ weights
 
 
-def ridge_by_support(
-    moments: Moments,
-    source_blocks: Sequence[slice],
-    supports: Sequence[Sequence[int]],
-    *,
-    relative: float | None = None,
-    absolute: float | None = None,
-) -> list[Float[Tensor, "p_support d"]]:
-    """Ridge for each block of y from the blocks of x that it may read.
-
-    Blocks of y with the same support share one factor. All supports are sub-blocks of one Gram.
-
-    Args:
-        moments: of all blocks.
-        source_blocks: the columns of x of each source layer.
-        supports: for each block of y the source layers it reads; features in that order.
-        relative: see `RidgeFactor`; the mean variance is that of the support.
-        absolute: see `RidgeFactor`.
-    """
-    if len(supports) != len(moments.y_blocks) or not all(supports):
-        raise InputError(
-            "Every block of y needs one support of at least one source layer.",
-            found=f"{len(supports)} supports of {sorted({len(s) for s in supports})} layers",
-            expected=f"{len(moments.y_blocks)} supports",
-            fix="Pass a support for each target layer.",
-        )
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for target, support in enumerate(supports):
-        groups.setdefault(tuple(support), []).append(target)
-    out: dict[int, Tensor] = {}
-    for support, targets in groups.items():
-        whole = support == tuple(range(len(source_blocks)))
-        # The whole Gram is used in place: at p of 10,000 a copy of it is 0.8 GB.
-        columns = torch.cat([torch.arange(moments.x_width)[source_blocks[s]] for s in support])
-        wanted = torch.cat([torch.arange(moments.y_width)[moments.y_blocks[t]] for t in targets])
-        if whole and len(columns) == moments.x_width:
-            factor = RidgeFactor.of(moments, relative=relative, absolute=absolute)
-            c_xy = moments.c_xy if len(targets) == len(supports) else moments.c_xy[:, wanted]
-        else:
-            part = moments.select(columns, wanted)
-            factor = RidgeFactor.of(part, relative=relative, absolute=absolute)
-            c_xy = part.c_xy
-        solved, done = factor.solve(c_xy), 0
-        for target in targets:
-            width = moments.y_blocks[target].stop - moments.y_blocks[target].start
-            out[target] = solved[:, done : done + width]
-            done += width
-    return [out[target] for target in range(len(supports))]
-
-
 def held_out_r2(
     weights: Float[Tensor, "p q"], constant: Float[Tensor, " q"], moments: Moments
 ) -> Float[Tensor, " blocks"]:

@@ -1,0 +1,124 @@
+"""What behavioural fits keep of each text: queries, native and mapped content, codes of inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvferry.mappers.affine import AffineMapper
+from kvferry.mappers.behaviour import MappedText, mapped_layers, planted_tokens
+from kvferry.mappers.correction import Blocks, InputCode, group_of
+from kvferry.mappers.layout import Component
+from kvferry.stats.attention_fit import AttentionSample
+from kvferry.stats.functional import AttendedMoments
+
+Codes = Mapping[Component, Mapping[Blocks, InputCode]]
+"""By corrected component, the code of each set of input features."""
+
+
+@dataclass(frozen=True)
+class OutputSample:
+    """What values are fitted to in one layer of one text.
+
+    Args:
+        wanted: native attention outputs of the layer's queries.
+        values: mapped.
+        code: the inputs that a change of values may read, zero where values are native.
+    """
+
+    wanted: Float[Tensor, "query_heads rows dim"]
+    values: Float[Tensor, "kv_heads tokens dim"]
+    code: Float[Tensor, "tokens width"]
+
+
+@dataclass(frozen=True)
+class LayerSample:
+    """What the fits need of one layer of one text; half precision is enough to keep.
+
+    Args:
+        keys: the layer's queries over native and mapped keys.
+        outputs: None where values stay as they are.
+    """
+
+    keys: AttentionSample
+    outputs: OutputSample | None
+
+
+TextSample = Mapping[int, LayerSample]
+"""By mapped layer."""
+
+
+def layer_samples(mapper: AffineMapper, text: MappedText, codes: Codes) -> TextSample:
+    """What the fits need of one text, by the components that have codes."""
+    seen, native = text.seen, text.seen.target
+    coded = {
+        component: {
+            blocks: code.rows(seen.inputs, seen.prefix).half() for blocks, code in by_blocks.items()
+        }
+        for component, by_blocks in codes.items()
+    }
+    # Layers share rotary tables, and tensors made in inference mode cannot meet a gradient.
+    tables: dict[int, Tensor] = {}
+    found = {}
+    for layer in mapped_layers(mapper):
+        planted = planted_tokens(mapper, layer, native.tokens)
+        code = {
+            component: _without(by_blocks[group_of(mapper, component, layer).blocks], planted)
+            for component, by_blocks in coded.items()
+        }
+        ask, keys, values = seen.queries[layer], native.keys[layer][0], native.values[layer][0]
+        kept = ask.at(text.rows)
+        cos, sin = (tables.setdefault(id(t), t.clone()) for t in (kept.cos, kept.sin))
+        found[layer] = LayerSample(
+            keys=AttentionSample(
+                ask=replace(kept, queries=kept.queries.half(), cos=cos, sin=sin),
+                native=keys.half(),
+                mapped=text.content.keys[layer][0].half(),
+                code=code.get("keys", keys.new_empty(native.tokens, 0)),
+            ),
+            outputs=OutputSample(
+                wanted=ask.attend(text.rows, keys, values).half(),
+                values=text.content.values[layer][0].half(),
+                code=code["values"],
+            )
+            if "values" in code
+            else None,
+        )
+    return found
+
+
+def attended(
+    texts: Iterable[TextSample], changes: Mapping[int, Tensor] | None
+) -> dict[int, AttendedMoments]:
+    """By layer, attended codes against what mapped values leave of the native outputs.
+
+    Args:
+        texts: with outputs.
+        changes: of mapped keys, by layer, where they are what is attended to; None: native keys.
+    """
+    found: dict[int, AttendedMoments] = {}
+    for text in texts:
+        for layer, sample in text.items():
+            keys, outputs = sample.keys, sample.outputs
+            assert outputs is not None, "read without codes of values"
+            heads, _, dim = outputs.values.shape
+            if layer not in found:
+                found[layer] = AttendedMoments(heads, outputs.code.shape[1], dim)
+            content = keys.native.float() if changes is None else keys.changed(changes.get(layer))
+            weights = keys.ask.scores(content).softmax(dim=-1)
+            values = outputs.values.float().repeat_interleave(len(weights) // heads, dim=0)
+            left = outputs.wanted.float() - weights @ values
+            found[layer].update(weights @ outputs.code.float(), left)
+    return found
+
+
+def _without(
+    code: Float[Tensor, "tokens width"], planted: Sequence[int]
+) -> Float[Tensor, "tokens width"]:
+    if not planted:
+        return code
+    return code.index_fill(0, torch.tensor(planted, device=code.device), 0)
