@@ -58,7 +58,7 @@ def test_turns_come_in_order_and_keep_out_of_the_other_tables(rows: list[ResultR
     assert blocks[0].metrics == ("kl", "kl_drift", "recall_kept")
     assert turn_blocks(rows) == [] and turn_blocks([]) == []
     text = markdown_table(turn_rows())
-    assert "hand-off 2 of the conversation" in text and "| fresh hand-off |" in text
+    assert "hand-off 2 · 608 context tokens" in text and "| fresh hand-off |" in text
     assert "**0.060** [0.050, 0.070]" in text
 
 

@@ -86,7 +86,7 @@ def block_title(block: Block) -> str:
     """What a quality block shows, for captions."""
     parts = [f"{block.source} to {block.target}", block.split]
     if block.turn is not None:
-        parts.append(f"hand-off {block.turn} of the conversation")
+        parts.append(f"hand-off {block.turn}")
     elif block.task:
         parts.append(block.task)
     elif len(block.mappers) == 1:
