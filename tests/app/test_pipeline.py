@@ -20,6 +20,11 @@ from kvferry.app.run import execute
 from kvferry.app.schema import RunConfig
 from kvferry.app.screen import AskScreen
 from kvferry.errors import ArtefactError, HubError, InputError
+from kvferry.evals.measured import QUALITY
+from kvferry.handoff.handoff import Handoff
+from kvferry.handoff.measured import Measured
+from kvferry.handoff.policy import Policy
+from kvferry.mappers.artefact import read_manifest
 from kvferry.mappers.card import NOT_EVALUATED
 from kvferry.mappers.tuning import RIDGES
 from kvferry.results.rows import read_rows
@@ -55,6 +60,22 @@ def test_a_run_leaves_what_it_promises(finished: RunConfig) -> None:
     assert "SmolLM2" in page and "http://" not in page.replace("http://www.w3.org", "")
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     assert any("fit/parameters" in json.loads(line) for line in lines)
+
+
+def test_what_a_policy_needs_is_saved_with_the_mapper(finished: RunConfig) -> None:
+    folder = RunFolder.of(finished).path / "mapper"
+    measured = Measured.load(folder, read_manifest(folder))
+    assert measured is not None and measured.timed_tokens == (32, 128)
+    assert measured.quality["miniature"].keys() == set(QUALITY)
+    assert measured.carry is not None and measured.prefill is not None
+    handoff = Handoff.load(folder)
+    source = handoff.reader.source
+    ids, mask = source.batch([[*source.sink_ids, *source.encode("The ferry carries bread. " * 9)]])
+    prefill = source.prefill(ids, mask)
+    for policy in (Policy(least_quality=-9.0, margin_ms=-1e9), Policy(least_quality=2.0)):
+        made = handoff.transfer(prefill, policy=policy)
+        assert made.decision is not None
+        assert made.provenance[0].exact is not made.decision.carry
 
 
 def test_the_card_shows_what_was_measured(finished: RunConfig) -> None:
@@ -188,6 +209,7 @@ def ask_about(finished: RunConfig, document: str, **changes: object) -> str:
 def test_a_question_is_answered_both_ways_with_times(finished: RunConfig) -> None:
     shown = ask_about(finished, "The ferry carries letters and bread to the islands. " * 20)
     assert "carried over" in shown and "native" in shown
+    assert shown.count("policy: ") == 1 and "kl_retention" in shown
     assert shown.count("first token after") == 2 and "reads" in shown
 
 

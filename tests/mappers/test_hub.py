@@ -15,6 +15,7 @@ from huggingface_hub import errors
 
 from kvferry.errors import ArtefactError, HubError, ModelUnavailableError
 from kvferry.handoff.handoff import Handoff
+from kvferry.handoff.measured import Measured
 from kvferry.lm.pico import pico_language_model
 from kvferry.mappers import hub
 from kvferry.mappers.artefact import CARD, MANIFEST, WEIGHTS
@@ -70,6 +71,9 @@ def test_what_is_pushed_is_loaded_again(
     api = FakeHub(tmp_path / "hub")
     (mapper / "secret.txt").write_text("not for the hub")
     artefact = MapperArtefact.from_pretrained(mapper)
+    quality = {"wiki": {"kl_retention": 0.9}}
+    measured = Measured(artefact.manifest.weights_sha256, "cpu", quality, 768)
+    measured.save(mapper)
     address = artefact.push_to_hub("me/ferry", api=api)
     assert address == "https://hub/me/ferry/commit/1"
     assert artefact.push_to_hub("me/boat", api=api).endswith("me/boat/commit/1")
@@ -80,6 +84,7 @@ def test_what_is_pushed_is_loaded_again(
     monkeypatch.setattr(hub, "_default_api", lambda: api)
     handoff = Handoff.load("me/ferry", native_tail=3)
     assert handoff.mapper_hash == artefact.manifest.short_hash and handoff.native_tail == 3
+    assert handoff.measured == measured
     assert handoff.reader.source.revision == reader_of(SOURCE, TARGET).source.revision
 
 

@@ -12,6 +12,8 @@ from kvferry.app.models import open_reader, product_dtype
 from kvferry.app.screen import AskScreen, Side
 from kvferry.calibration.reader import PairReader
 from kvferry.handoff.handoff import Handoff
+from kvferry.handoff.measured import Measured
+from kvferry.handoff.policy import Policy
 from kvferry.lm.model import LanguageModel
 from kvferry.mappers.artefact import load_mapper
 
@@ -38,6 +40,7 @@ def _answer(request: AskRequest, reader: PairReader, screen: AskScreen) -> None:
         mapper_name=manifest.method,
         mapper_hash=manifest.short_hash,
         native_tail=request.native_tail,
+        measured=Measured.load(request.mapper, manifest),
     )
     prompt = PROMPT.format(question=request.question)
     source, target = reader.source, reader.target
@@ -61,6 +64,8 @@ def _answer(request: AskRequest, reader: PairReader, screen: AskScreen) -> None:
     prefill = source.prefill(ids, mask)
     screen.step("carried", f"{source.name} reads {len(body):,} tokens", _since(started))
 
+    # Both ways are shown, whatever a policy would have done.
+    screen.note(f"policy: {handoff.decide(prefill, Policy()).reason}")
     started = time.perf_counter()
     mapped = handoff.transfer(prefill, suffix=prompt)
     screen.step("carried", "carry the cache over", _since(started))

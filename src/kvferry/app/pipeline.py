@@ -26,6 +26,7 @@ from kvferry.calibration.trace_store import TraceStore
 from kvferry.evals.contexts import ContextShape, EvalContext, read_context
 from kvferry.evals.ladder import ContextResult, Ladder
 from kvferry.evals.latency import LatencyBench, affordable_lengths
+from kvferry.evals.measured import measured_of
 from kvferry.evals.rows import ladder_rows, latency_rows, size_rows
 from kvferry.evals.samples import continue_text
 from kvferry.handoff.handoff import Handoff
@@ -158,6 +159,9 @@ def _evaluate(cfg: RunConfig, folder: Path, reader: PairReader) -> None:
             )
     rows += latency_rows(stamp, timings, cfg.eval.bootstrap_resamples)
     write_rows(folder / ROWS, rows)
+    manifest = read_manifest(folder / MAPPER)
+    measured = measured_of(rows, manifest.weights_sha256, handoff.reader.target.device.type)
+    measured.save(folder / MAPPER)
     _show_on_card(folder / MAPPER, handoff.mapper.parameters, rows)
     write_atomically(folder / SAMPLES, json.dumps([asdict(sample) for sample in samples]).encode())
 

@@ -43,6 +43,7 @@ class AskScreen:
         self._console = console
         self._title = title
         self._columns: dict[Side, Column] = {"carried": Column(), "native": Column()}
+        self._note = ""
         self._live: Live | None = None
 
     @contextmanager
@@ -61,6 +62,13 @@ class AskScreen:
                 self._update()
         finally:
             self._live = None
+
+    def note(self, line: str) -> None:
+        """One line about both sides."""
+        self._note = line
+        if self._live is None:
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self._update()
 
     def step(self, side: Side, name: str, seconds: float) -> None:
         """A step of one side took this long."""
@@ -89,6 +97,8 @@ class AskScreen:
         """Both panels, beside each other, or one above the other on a narrow terminal."""
         panels = [self._panel(side) for side in self._columns]
         title = Text(self._title, style="bold")
+        if self._note:
+            title.append(f"\n{self._note}", style="not bold dim")
         if self._console.width < 72:
             return Group(title, *panels)
         grid = Table.grid(expand=True, padding=(0, 1, 0, 0))

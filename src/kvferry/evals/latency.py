@@ -25,7 +25,7 @@ class LatencySample:
     """Timings of one context length, one number a repeat, in milliseconds.
 
     Args:
-        context_tokens: target tokens of the context, prefix included.
+        context_tokens: source tokens of the context, prefix included.
         milliseconds: by step: source_prefill, align, map (strip, map, rotate and build), tail,
             prefill (the target's own), ttft_handoff, ttft_native.
         peak_bytes: by condition, memory on top of what was held before.

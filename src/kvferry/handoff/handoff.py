@@ -17,7 +17,9 @@ from kvferry.align.tokens import context_token_count
 from kvferry.calibration.reader import PairReader, TokenPair
 from kvferry.errors import ArtefactError, InputError
 from kvferry.handoff.mapped import MappedCache, pad_left
+from kvferry.handoff.measured import Measured
 from kvferry.handoff.origins import load_pair
+from kvferry.handoff.policy import Decision, Policy
 from kvferry.handoff.provenance import Provenance
 from kvferry.handoff.sinks import beneath, lift_sinks, plant_sinks
 from kvferry.lm.cache import full_length_cache_of, read_cache
@@ -38,6 +40,7 @@ class Handoff:
         mapper: maps position-free KV.
         mapper_name, mapper_hash: for the provenance stamp.
         native_tail: last context tokens that the target runs itself on top of the mapped cache.
+        measured: of the mapper, what a policy decides on.
 
     Raises:
         ArtefactError: the mapper was fitted for other models.
@@ -51,6 +54,7 @@ class Handoff:
         mapper_name: str = "mapper",
         mapper_hash: str = "",
         native_tail: int = 0,
+        measured: Measured | None = None,
     ) -> None:
         for role, model, geometry in (
             ("source", reader.source, mapper.source),
@@ -69,6 +73,7 @@ class Handoff:
         self.mapper_name = mapper_name
         self.mapper_hash = mapper_hash
         self.native_tail = native_tail
+        self.measured = measured
 
     @classmethod
     def load(
@@ -105,6 +110,7 @@ class Handoff:
             mapper_name=manifest.method,
             mapper_hash=manifest.short_hash,
             native_tail=native_tail,
+            measured=Measured.load(artefact.folder, manifest),
         )
 
     @cached_property
@@ -121,6 +127,7 @@ class Handoff:
         suffix: str = "",
         native_tail: int | None = None,
         full_length: bool = False,
+        policy: Policy | None = None,
     ) -> MappedCache:
         """Carry a source cache over, row by row.
 
@@ -133,11 +140,16 @@ class Handoff:
             native_tail: overrides the hand-off's own.
             full_length: map windowed layers at every token, and native layers too, so that the
                 target's cache can be carried on; see :meth:`read_on`.
+            policy: asked whether to carry at all; if not, the target reads the context itself, and
+                decision and provenance say so. None always carries.
 
         Raises:
             InputError: a row without text, or longer than the target's context.
             ArtefactError: the source cache has lost tokens.
         """
+        decision = None if policy is None else self.decide(prefill, policy, native_tail)
+        if decision is not None and not decision.carry:
+            return self._read_natively(prefill, suffix, full_length, decision)
         clock: dict[str, float] = {}
         source, target = self.reader.source.device, self.reader.target.device
         with _clock(clock, "align_ms", target):
@@ -156,6 +168,42 @@ class Handoff:
             out,
             suffix_ids=[suffix_ids for _, suffix_ids in rows],
             provenance=[replace(p, hand_offs=prefill.hand_offs + 1) for p in out.provenance],
+            decision=decision,
+        )
+
+    def decide(self, prefill: Prefill, policy: Policy, native_tail: int | None = None) -> Decision:
+        """What ``policy`` says of carrying the longest row of ``prefill``; nothing is run.
+
+        Raises:
+            InputError: the policy asks for a domain or metric that was not measured.
+        """
+        return policy.decide(
+            self.measured,
+            int(prefill.mask.sum(dim=1).max()),
+            device=self.reader.target.device.type,
+            native_tail=self.native_tail if native_tail is None else native_tail,
+        )
+
+    def _read_natively(
+        self, prefill: Prefill, suffix: str, full_length: bool, decision: Decision
+    ) -> MappedCache:
+        """The target reads the text that ``prefill`` holds; the source's cache is not looked at."""
+        clock: dict[str, float] = {}
+        target = self.reader.target
+        with _clock(clock, "align_ms", target.device):
+            rows = [self._split(ids, suffix) for ids in self._row_ids(prefill)]
+        with _clock(clock, "prefill_ms", target.device):
+            read = target.prefill(*target.batch([t.target_ids for t, _ in rows]), full_length)
+        nothing = replace(self.prefix, keys={}, values={}) if full_length else None
+        return MappedCache(
+            cache=read.cache,
+            ids=read.ids,
+            mask=read.mask,
+            suffix_ids=[suffix_ids for _, suffix_ids in rows],
+            provenance=[self._native_stamp(len(t.target_ids), decision) for t, _ in rows],
+            milliseconds=clock,
+            beneath=nothing,
+            decision=decision,
         )
 
     @torch.inference_mode()
@@ -309,6 +357,19 @@ class Handoff:
             mapper_hash=self.mapper_hash,
             mapped_tokens=content.tokens - self.prefix.tokens,
             native_tokens=self.prefix.tokens + tail,
+        )
+
+    def _native_stamp(self, tokens: int, decision: Decision) -> Provenance:
+        return Provenance(
+            source=self.reader.source.name,
+            target=self.reader.target.name,
+            mapper="",
+            mapper_hash="",
+            mapped_tokens=0,
+            native_tokens=tokens,
+            hand_offs=0,
+            instead=decision.reason,
+            exact=True,
         )
 
 

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from kvferry.handoff.policy import Decision
 from kvferry.handoff.provenance import Provenance
 from kvferry.lm.content import ContentKV
 
@@ -26,6 +27,7 @@ class MappedCache:
         milliseconds: time spent in each step.
         beneath: of a cache at full length, what was mapped in the layers with planted sinks; None
             where windowed layers hold their windows alone, and nothing can be carried on.
+        decision: of the policy, where one was asked.
     """
 
     cache: Any
@@ -35,6 +37,7 @@ class MappedCache:
     provenance: list[Provenance]
     milliseconds: dict[str, float] = field(default_factory=dict)
     beneath: ContentKV | None = None
+    decision: Decision | None = None
 
 
 def pad_left(rows: Sequence[ContentKV]) -> ContentKV:

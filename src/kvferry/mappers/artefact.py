@@ -31,6 +31,8 @@ from kvferry.mappers.refined import RefinedMapper, Refiner
 FORMAT_VERSION = 2
 REFINER = "refiner."
 WEIGHTS, MANIFEST, CONFIG, CARD = "mapper.safetensors", "manifest.json", "config.yaml", "README.md"
+MEASURED = "measured.json"
+"""What an evaluation found, for a policy to decide on; absent before the first one."""
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from kvferry.mappers.artefact import (
     CARD,
     CONFIG,
     MANIFEST,
+    MEASURED,
     WEIGHTS,
     Manifest,
     check_mapper,
@@ -31,7 +32,7 @@ from kvferry.mappers.artefact import (
 from kvferry.mappers.card import named_at
 from kvferry.mappers.mapper import Mapper
 
-FILES = (WEIGHTS, MANIFEST, CONFIG, CARD)
+FILES = (WEIGHTS, MANIFEST, CONFIG, CARD, MEASURED)
 
 
 @dataclass(frozen=True)
