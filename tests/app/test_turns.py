@@ -52,7 +52,7 @@ def test_turns_leave_rows_report_and_figure(runs: tuple[Path, Path]) -> None:
     }
     first = {row.condition: row.value for row in rows if (row.turn, row.metric) == (1, "kl")}
     assert first["native"] < 1e-5 < first["zero"] and first["mapped"] == first["fresh"] > 1e-5
-    assert "hand-off 3 of the conversation" in " ".join(done.output.split())
+    assert "hand-off 3 ·" in " ".join(done.output.split())
     before = (folder / "rows.parquet").stat().st_mtime_ns
     again = call(*runs)
     assert again.exit_code == 0 and "Already measured" in again.output
