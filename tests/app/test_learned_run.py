@@ -161,10 +161,12 @@ def test_ctrl_c_and_a_kill_change_nothing(
         and (state.path / CHECKPOINTS / "generation" / "last.ckpt").is_file()
     )
     seen = max(steps(state.path, "train"))
-    code, said = stopped(sent, signal.SIGKILL, 3 * EVERY, state.path)
+    # Beyond what the first process has written.
+    later = (seen // EVERY + 2) * EVERY
+    code, said = stopped(sent, signal.SIGKILL, later, state.path)
     assert code == -signal.SIGKILL and f"goes on after step {seen // EVERY * EVERY}" in said
     reached = max(steps(state.path, "train"))
-    assert 3 * EVERY < reached < STEPS
+    assert later < reached < STEPS
     capsys.readouterr()
     assert run.main(sent) == 0 and state.status == "done"
     assert f"goes on after step {reached // EVERY * EVERY}\n" in capsys.readouterr().out
@@ -174,7 +176,3 @@ def test_ctrl_c_and_a_kill_change_nothing(
     ]
     ours, theirs = (load_file(f / "mapper" / WEIGHTS) for f in (state.path, whole))
     assert all(torch.allclose(x, theirs[name], atol=1e-6) for name, x in ours.items())
-    assert run.main([*sent, "force=true", "plan=true"]) == 0
-    assert "last checkpoint" not in capsys.readouterr().out
-    assert run.main([*sent, "force=true"]) == 0
-    assert "goes on after" not in capsys.readouterr().out, "a finished stage starts anew"

@@ -14,6 +14,7 @@ import pytest
 from kvferry.app.compose import compose
 from kvferry.app.corpora import load_corpora
 from kvferry.app.training import CurveLogger, TrainingProgress, learner
+from kvferry.results.training import read_curves
 from kvferry.training.averaging import AveragedWeights
 from tests.app.conftest import Memory
 from tests.pairs import reader_of, statistics_of
@@ -42,6 +43,27 @@ def test_training_that_goes_on_leaves_no_line_twice(
     path.unlink()
     curves.begin(4, {})
     assert steps_of(path) == [], "a file that went away is no reason to stop"
+
+
+def test_a_later_phase_leaves_the_earlier_ones_alone(tmp_path: Path, memory: Memory) -> None:
+    """Also when it is stopped before its first checkpoint, and again after it."""
+    path = tmp_path / "training.jsonl"
+    first, second = CurveLogger(path, memory), CurveLogger(path, memory, done_before=2)
+    first.begin(0, {"held_out/loss": 0.02})
+    first.log_metrics({"train/loss": 0.02}, step=1)
+    first.log_metrics({"held_out/loss": 0.01}, step=1)
+    for _ in range(2):
+        second.begin(0, {"held_out/loss": 0.9})
+        second.log_metrics({"train/loss": 0.8}, step=0)
+    assert steps_of(path) == [0, 2, 2, 2, 3]
+    second.log_metrics({"train/loss": 0.7}, step=1)
+    second.begin(1, {"held_out/loss": 0.9})
+    assert steps_of(path) == [0, 2, 2, 2, 3]
+    one, other = read_curves(path)
+    assert one.held_out["loss"] == [(0, 0.02), (2, 0.01)]
+    assert other.held_out["loss"] == [(2, 0.9)] and other.start == 2
+    first.begin(2, {})
+    assert steps_of(path) == [0, 2, 2], "control: what follows a phase comes again with it"
 
 
 def test_settings_reach_the_trainer(tmp_path: Path, memory: Memory) -> None:

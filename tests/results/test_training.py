@@ -21,12 +21,14 @@ from kvferry.results.training import (
 from tests.results.test_plots import clashes
 
 
-def write_curves(path: Path, looks: dict[int, float], steps: int = 60) -> TrainingCurves:
-    """A file as a run writes it: a line a step, a line a look."""
+def write_curves(
+    path: Path, looks: dict[int, float], steps: int = 60, start: int = 0
+) -> TrainingCurves:
+    """A phase as a run writes it: a line a step, a line a look. Returns the last phase."""
     rng = np.random.default_rng(0)
     lines: list[dict[str, float]] = []
-    for step in range(steps + 1):
-        if step:
+    for step in range(start, steps + 1):
+        if step > start:
             loss = float(rng.lognormal(0.0, 0.5))
             parts = {"train/loss": loss, "train/kl": loss / 3, "train/recall_kl": loss / 2}
             lines.append(
@@ -36,21 +38,21 @@ def write_curves(path: Path, looks: dict[int, float], steps: int = 60) -> Traini
             loss = looks[step]
             parts = {"loss": loss, "kl": loss / 3, "recall_kl": loss / 2}
             lines.append({"step": step, **{f"held_out/{n}": x for n, x in parts.items()}})
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    curves = read_curves(path)
-    assert curves is not None
-    return curves
+    phase = {"start": start} if start else {}
+    with path.open("a") as file:
+        file.writelines(json.dumps({**line, **phase}) + "\n" for line in lines)
+    return read_curves(path)[-1]
 
 
 def test_curves_are_read_by_name_and_step(tmp_path: Path) -> None:
     path = tmp_path / "training.jsonl"
-    assert read_curves(path) is None
+    assert read_curves(path) == ()
     curves = write_curves(path, {0: 0.84, 20: 0.7, 40: 0.61, 60: 0.63})
     assert curves.held_out["loss"] == [(0, 0.84), (20, 0.7), (40, 0.61), (60, 0.63)]
     assert len(curves.train["recall_kl"]) == 60 and curves.steps == 60
     with path.open("a") as lines:
         lines.write('{"step": 61, "train/loss"')
-    assert read_curves(path) == curves, "a line that a kill cut short"
+    assert read_curves(path) == (curves,), "a line that a kill cut short"
 
 
 @pytest.mark.parametrize(
@@ -66,6 +68,20 @@ def test_curves_are_read_by_name_and_step(tmp_path: Path) -> None:
 def test_what_they_say(looks: dict[int, float], answer: str, words: str, tmp_path: Path) -> None:
     found = training_verdict(write_curves(tmp_path / "x", looks))
     assert found.answer == answer and words in found.text
+
+
+def test_phases_are_judged_apart(tmp_path: Path) -> None:
+    """Their losses are of two kinds: the second begins where the first one ends."""
+    path = tmp_path / "x"
+    first = write_curves(path, {0: 0.02, 60: 0.01})
+    second = write_curves(path, {60: 0.9, 75: 0.5, 90: 0.6}, steps=90, start=60)
+    assert read_curves(path) == (first, second)
+    assert "0.02 -> 0.01" in training_verdict(first).text
+    assert "0.9 -> 0.5 (-44%), best at step 75 of 90" in training_verdict(second).text
+    written = write_report(
+        tmp_path / "report.html", [], training=[first, second], config_yaml="", versions={}
+    )
+    assert [path.name for path in written.figures] == ["training.png", "training_2.png"]
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
@@ -96,7 +112,7 @@ def test_the_mean_follows_its_values() -> None:
 def test_the_report_says_it_and_shows_it(tmp_path: Path) -> None:
     curves = write_curves(tmp_path / "x", {0: 0.84, 30: 0.61, 60: 0.7})
     settings = {"config_yaml": "", "versions": {}}
-    written = write_report(tmp_path / "report.html", [], training=curves, **settings)  # type: ignore[arg-type]
+    written = write_report(tmp_path / "report.html", [], training=[curves], **settings)  # type: ignore[arg-type]
     page = written.html.read_text()
     assert "best at step 30 of 60" in page and page.count("data:image/png") == 2
     assert [path.name for path in written.figures] == ["training.png"]

@@ -29,6 +29,7 @@ from kvferry.lm.store import cache_root
 from kvferry.mappers.base import Statistics
 from kvferry.mappers.layout import COMPONENTS
 from kvferry.results.rows import write_atomically
+from kvferry.results.training import START
 from kvferry.training.averaging import AveragedWeights
 from kvferry.training.learn import TraceLearner, TrainerOptions
 from kvferry.training.material import Material
@@ -153,11 +154,7 @@ class CurveLogger(Logger):
         """
         if step:
             print(f"training goes on after step {step}", flush=True)
-        if self.done_before + step:
-            kept = self._lines_up_to(self.done_before + step)
-            write_atomically(self.path, "".join(kept).encode())
-        else:
-            self.path.unlink(missing_ok=True)
+        write_atomically(self.path, "".join(self._lines_up_to(step)).encode())
         if not step:
             self._write(held_out, 0)
 
@@ -184,7 +181,8 @@ class CurveLogger(Logger):
         values = {name: float(value) for name, value in metrics.items() if name != "epoch"}
         step += self.done_before
         with self.path.open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps({"step": step, **values}) + "\n")
+            phase = {START: self.done_before} if self.done_before else {}
+            lines.write(json.dumps({"step": step, **phase, **values}) + "\n")
         self.log.log_metrics(values, step)
 
     def _lines_up_to(self, step: int) -> Iterator[str]:
@@ -192,8 +190,11 @@ class CurveLogger(Logger):
             return
         for line in self.path.read_text(encoding="utf-8").splitlines(keepends=True):
             try:
-                found = json.loads(line)["step"]
+                values = json.loads(line)
             except ValueError:
                 return  # a kill cut it short; nothing follows
-            if found <= step:
+            phase = values.get(START, 0)
+            # Before the first step even the look at the start comes again.
+            mine = step > 0 and phase == self.done_before and values["step"] <= phase + step
+            if phase < self.done_before or mine:
                 yield line

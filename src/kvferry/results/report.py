@@ -126,7 +126,7 @@ def write_report(
     config_yaml: str,
     versions: Mapping[str, str],
     samples: Sequence[ContinuationSample] = (),
-    training: TrainingCurves | None = None,
+    training: Sequence[TrainingCurves] = (),
     title: str = "kvferry report",
     notes: Sequence[str] = (),
 ) -> WrittenReport:
@@ -145,7 +145,7 @@ def write_report(
         "the best corner is top left. Controls below the axis carry their value.",
         lambda theme: tradeoff_figure(rows, theme=theme),
     )
-    learned = _training(training) if training is not None else None
+    learned = [_training(curves, phase) for phase, curves in enumerate(training, start=1)]
     environment = Environment(
         loader=PackageLoader("kvferry.results"), autoescape=True, undefined=StrictUndefined
     )
@@ -163,7 +163,7 @@ def write_report(
         config_yaml=config_yaml,
         versions=versions,
     )
-    pictures = [tradeoff, learned.picture if learned else None] + [
+    pictures = [tradeoff, *(phase.picture for phase in learned)] + [
         picture
         for section in sections
         for picture in (section.retention, section.layers, section.timing, section.turns)
@@ -214,11 +214,11 @@ def _section(rows: Sequence[ResultRow], pair: str) -> _Section:
     )
 
 
-def _training(curves: TrainingCurves) -> _Training:
+def _training(curves: TrainingCurves, phase: int) -> _Training:
     picture = _picture(
-        "training",
+        "training" if phase == 1 else f"training_{phase}",
         "Every text is learned from once a lap, so single texts scatter; the held-out ones are the "
-        "same at every look. Step 0 is the mapper before training.",
+        f"same at every look. Step {curves.start:,} is the mapper before this training.",
         lambda theme: training_figure(curves, theme=theme),
     )
     return _Training(training_verdict(curves), picture)

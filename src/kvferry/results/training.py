@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from kvferry.results.verdict import Verdict
 Curve = Sequence[tuple[int, float]]
 """(step, value) by rising step."""
 
-TRAIN, HELD_OUT = "train/", "held_out/"
+TRAIN, HELD_OUT, START = "train/", "held_out/", "start"
 LOSS = "loss"
 RATE = "learning_rate"
 OPTIMISER = (RATE, "gradient_norm")
@@ -37,57 +37,68 @@ TITLES = {
 
 @dataclass(frozen=True)
 class TrainingCurves:
-    """What training logged, by the name of the value.
+    """What one phase of training logged, by the name of the value.
 
     Attributes:
         train: one text a step, found on the way to it.
-        held_out: mean of the held-out texts after a step; step 0 is the mapper before training.
+        held_out: mean of the held-out texts after a step; ``start`` is the mapper before training.
+        start: step of the phase before, 0 for the first one.
     """
 
     train: Mapping[str, Curve]
     held_out: Mapping[str, Curve]
+    start: int = 0
 
     @property
     def steps(self) -> int:
         """The last step."""
-        return max(
-            (curve[-1][0] for curve in (*self.train.values(), *self.held_out.values())), default=0
-        )
+        curves = (*self.train.values(), *self.held_out.values())
+        return max((curve[-1][0] for curve in curves), default=self.start)
 
     @property
     def best(self) -> tuple[int, float] | None:
         """Step and value of the least held-out loss after training began."""
-        looks = [look for look in self.held_out.get(LOSS, ()) if look[0] and math.isfinite(look[1])]
-        return min(looks, key=lambda look: look[1], default=None)
+        looks = [look for look in self.held_out.get(LOSS, ()) if look[0] > self.start]
+        finite = [look for look in looks if math.isfinite(look[1])]
+        return min(finite, key=lambda look: look[1], default=None)
 
 
-def read_curves(path: Path) -> TrainingCurves | None:
-    """Curves of a run, or None where nothing was trained.
+def read_curves(path: Path) -> tuple[TrainingCurves, ...]:
+    """Curves of a run by phase, whose losses do not compare; none where nothing was trained.
 
     Args:
-        path: JSON lines with a `step`, `train/NAME` and `held_out/NAME`; one that is not whole ends
-            the file.
+        path: JSON lines with a `step`, `train/NAME` and `held_out/NAME`, and the `start` of their
+            phase unless it is 0; one that is not whole ends the file.
     """
+    phases: dict[int, dict[str, dict[int, float]]] = {}
+    for values in _lines(path):
+        curves = phases.setdefault(int(values.get(START, 0)), {})
+        for name, value in values.items():
+            if name.startswith((TRAIN, HELD_OUT)):
+                curves.setdefault(name, {})[int(values["step"])] = value
+    return tuple(
+        TrainingCurves(_under(TRAIN, curves), _under(HELD_OUT, curves), start)
+        for start, curves in sorted(phases.items())
+        if curves
+    )
+
+
+def _lines(path: Path) -> Iterator[dict[str, float]]:
     if not path.is_file():
-        return None
-    train: dict[str, dict[int, float]] = {}
-    held_out: dict[str, dict[int, float]] = {}
+        return
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
-            values = json.loads(line)
+            yield json.loads(line)
         except ValueError:
-            break
-        for name, value in values.items():
-            for prefix, curves in ((TRAIN, train), (HELD_OUT, held_out)):
-                if name.startswith(prefix):
-                    curves.setdefault(name.removeprefix(prefix), {})[values["step"]] = value
-    if not train and not held_out:
-        return None
-    return TrainingCurves(_curves(train), _curves(held_out))
+            return
 
 
-def _curves(values: Mapping[str, Mapping[int, float]]) -> dict[str, Curve]:
-    return {name: sorted(by_step.items()) for name, by_step in values.items()}
+def _under(prefix: str, curves: Mapping[str, Mapping[int, float]]) -> dict[str, Curve]:
+    return {
+        name.removeprefix(prefix): sorted(by_step.items())
+        for name, by_step in curves.items()
+        if name.startswith(prefix)
+    }
 
 
 def training_verdict(curves: TrainingCurves) -> Verdict:
@@ -97,11 +108,11 @@ def training_verdict(curves: TrainingCurves) -> Verdict:
         return Verdict("open", "Training has not been judged on held-out text.")
     step, least = best
     where = f"best at step {step:,} of {curves.steps:,}"
-    if 0 not in looks:
+    if curves.start not in looks:
         return Verdict(
             "open", f"Training: held-out loss {least:.3g}, {where}; no start to compare."
         )
-    start = looks[0]
+    start = looks[curves.start]
     if least < start:
         gain = f"held-out loss {start:.3g} -> {least:.3g} (-{1 - least / start:.0%}), {where}"
         return Verdict("yes", f"Training paid: {gain}.")
@@ -145,16 +156,16 @@ def _panel(axes: Axes, curves: TrainingCurves, name: str, theme: Theme) -> None:
     if held_out:
         axes.plot(*zip(*held_out, strict=True), "D-", color=judged, markersize=5, label="held out")
     if curves.best is not None and held_out:
-        label = "best, which is kept" if training_verdict(curves).answer == "yes" else "best"
         axes.axvline(
             curves.best[0],
             color=PALETTES[theme].text,
             linewidth=1,
             linestyle=(0, (4, 3)),
-            label=label,
+            label="least held-out loss",
         )
     axes.set_title(TITLES.get(name, name.replace("_", " ")))
-    axes.set_xlim(0, max(curves.steps, 1) * 1.02)
+    span = max(curves.steps - curves.start, 1)
+    axes.set_xlim(curves.start, curves.start + 1.02 * span)
     axes.set_ylim(*_limits([value for _, value in train], [value for _, value in held_out]))
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.set_xlabel("step")
