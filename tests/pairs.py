@@ -61,7 +61,9 @@ def statistics_of(source: str, target: str, passages: int = 12) -> Statistics:
     geometries = reader.source.geometry, reader.target.geometry
     texts = [trace.tokens.text for trace in traces]
     unseen = [p.text for p in load_miniature(3, sentences=16, seed=11)]
-    replay = TextReplay(reader, {"calibration": texts, "selection": unseen}, TOKENS, code)
+    replay = TextReplay(
+        reader, {"calibration": texts, "training": texts, "selection": unseen}, TOKENS, code
+    )
     return Statistics(*geometries, layouts, moments, code, replay)
 
 

