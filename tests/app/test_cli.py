@@ -106,6 +106,13 @@ def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out.strip() == __version__
 
 
+def test_the_package_runs_as_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "kvferry", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == __version__
+
+
 def test_doctor_tells_what_fits(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

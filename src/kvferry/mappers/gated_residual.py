@@ -38,7 +38,8 @@ class CausalMixer(nn.Module):
 
     def forward(self, x: Float[Tensor, "tokens width"]) -> Float[Tensor, "tokens width"]:
         """Features of the same tokens, changed."""
-        before = functional.pad(self.norm(x), (0, 0, self.taps.shape[1] - 1, 0))
+        # PyTorch has no fast norm of bf16 by fp32 weights.
+        before = functional.pad(self.norm(x.float()), (0, 0, self.taps.shape[1] - 1, 0))
         mixed = (before.unfold(0, self.taps.shape[1], 1) * self.taps).sum(dim=-1)
         out: Tensor = x + self.out(functional.silu(self.gate(mixed)) * self.value(mixed))
         return out

@@ -73,9 +73,11 @@ class GenerationModule(RefinerModule):
             parts["recall_kl"] = kl[repeats].mean()
             total = total + aim.recall * parts["recall_kl"]
             if aim.attention:
-                parts["attention_kl"] = copying_attention_kl(
-                    calls, self._unwindowed_keys(content), questions.starts, scored[1:]
-                )
+                # Scores reach far beyond what bf16 tells apart.
+                with torch.autocast(kl.device.type, enabled=False):
+                    parts["attention_kl"] = copying_attention_kl(
+                        calls, self._unwindowed_keys(content), questions.starts, scored[1:]
+                    )
                 total = total + aim.attention * parts["attention_kl"]
         if aim.text:
             following = questions.ids.roll(-1, dims=1).to(kl.device)[scored]
