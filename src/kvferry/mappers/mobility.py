@@ -59,7 +59,7 @@ class Mobility(MapperMethod):
     text: float = 0.0
     pointwise: float = 0.0
     attention: float = 0.5
-    recall_spans: int = 2
+    recall_spans: int = 4
     shortest_context: int = 256
     seed: int = 0
 
