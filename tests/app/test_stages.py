@@ -246,14 +246,17 @@ SLOW_RUN = """
 """
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
-def test_a_stopped_process_resumes(sent: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("sent", "more"),
+    [(signal.SIGINT, []), (signal.SIGINT, ["force=true"]), (signal.SIGKILL, [])],
+)
+def test_a_stopped_process_resumes(sent: signal.Signals, more: list[str], tmp_path: Path) -> None:
     """Ctrl-C ends with 130 and one line; a kill cannot say anything; both resume after fit."""
     script = tmp_path / "slow.py"
     script.write_text(textwrap.dedent(SLOW_RUN))
     words = ["experiment=smoke", f"outputs={tmp_path / 'out'}"]
     process = subprocess.Popen(
-        [sys.executable, str(script), "600", *words],
+        [sys.executable, str(script), "600", *words, *more],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -268,7 +271,8 @@ def test_a_stopped_process_resumes(sent: signal.Signals, tmp_path: Path) -> None
     rest, _ = process.communicate(timeout=120)
     if sent is signal.SIGINT:
         assert process.returncode == 130
-        assert "The same command resumes" in rest and "Traceback" not in rest
+        without = " without force=true" if more else ""
+        assert f"The same command{without} resumes" in rest and "Traceback" not in rest
     again = subprocess.run(
         [sys.executable, str(script), "0", *words], capture_output=True, text=True, timeout=120
     )

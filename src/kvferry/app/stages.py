@@ -59,10 +59,8 @@ def run_stages(
             return _run_locked(cfg, stages, folder, console, opened)
     except KeyboardInterrupt:
         console.show_cursor()
-        _say(
-            console,
-            f"\nInterrupted. The same command resumes: finished stages in {folder.path} are kept.",
-        )
+        same = "The same command without force=true" if cfg.force else "The same command"
+        _say(console, f"\nInterrupted. {same} resumes: finished stages in {folder.path} are kept.")
         raise
     except KVFerryError as error:
         _say(console, f"Stopped. {error}", "red")
