@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 
@@ -58,9 +60,8 @@ class GenerationModule(RefinerModule):
         questions = draw_questions(tokens, self.prefix.tokens, aim, generator)
         inputs, native = context_inputs(draw.trace, questions.context)
         own = native_context(self.mapper, native)
-        with torch.no_grad(), target.recording() as recorded:
+        with torch.no_grad(), target.recording() if aim.attention else nullcontext([]) as calls:
             wanted = ask(target, own, questions)
-            calls = list(recorded)
         content = mapped_context(self.mapper, inputs, self.prefix)
         got = ask(target, content, questions, checkpointed=self.gradient_checkpointing)
         kl = kl_from_native(wanted, got)

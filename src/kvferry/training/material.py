@@ -75,7 +75,8 @@ class Material:
         if not texts:
             raise ConfigurationError(
                 f"A mapper that learns needs {split.replace('_', ' ')} texts: there are none.",
-                fix="lower data.calibration_passages or data.held_out_passages, or give more text",
+                fix="lower data.calibration_passages, data.training_passages or "
+                "data.held_out_passages, or give more text",
             )
         count = min(count, len(texts))
         chosen = [texts[place * len(texts) // count] for place in range(count)]
