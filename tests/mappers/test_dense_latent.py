@@ -128,8 +128,8 @@ def test_phase_two_starts_where_phase_one_ended_and_lowers_its_loss(tmp_path: Pa
     """Judged on the texts that it learns from: random weights hold nothing that carries over."""
     statistics = learnable("qwen3", "mistral", tmp_path)
     learner: Any = statistics.learn
-    texts = learner.material.texts["calibration"][:2]
-    material = replace(learner.material, texts={"calibration": texts, "selection": texts})
+    texts = learner.material.texts["training"][:2]
+    material = replace(learner.material, texts={"training": texts, "selection": texts})
     statistics = replace(statistics, learn=replace(learner, material=material))
     method = replace(SMALL, training_steps=24, passages=2, answers=2, validate_every=8)
     first = replace(method, answer_steps=0).fit(statistics)
