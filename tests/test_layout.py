@@ -66,6 +66,8 @@ def offences(package: str, source: str) -> list[str]:
 def test_imports_go_one_way(path: Path) -> None:
     parts = path.relative_to(PACKAGE).parts
     package = parts[0] if len(parts) > 1 else ""
+    if parts == ("__main__.py",):
+        package = "app"  # the command is all that it is
     assert offences(package, path.read_text()) == []
 
 
