@@ -14,8 +14,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from kvferry.mappers.base import Statistics
 from kvferry.training.generation import GenerationModule
+from kvferry.training.learn import TraceLearner
 from kvferry.training.texts import Draw
-from tests.pairs import reader_of, traces_of
+from tests.pairs import traces_of
 from tests.training.test_learning import SMALL, _StopAt, learnable, untrained
 
 
@@ -74,16 +75,16 @@ def test_gradients_are_clipped_and_their_norm_is_logged(tmp_path: Path) -> None:
     assert rates[:2] == pytest.approx([SMALL.learning_rate / 2, SMALL.learning_rate])
 
 
-def test_checkpointing_keeps_less_of_the_forward_pass() -> None:
+def test_checkpointing_keeps_less_of_the_forward_pass(tmp_path: Path) -> None:
     """Bytes that autograd holds between forward and backward pass; the gradient is the same."""
     trace = traces_of("llama", "gemma3", 2)[1]
+    learner = learnable("llama", "gemma3", tmp_path).learn
+    assert isinstance(learner, TraceLearner)
     draw, held, gradients = Draw(trace, 0), [], []
     for checkpointed in (False, True):
         mapper = untrained("llama", "gemma3")
-        prefix = trace.target.slice_tokens(0, 1)
-        module = GenerationModule(
-            mapper, SMALL._aim, reader_of("llama", "gemma3").target, prefix, {}, checkpointed
-        )
+        material = replace(learner.material, gradient_checkpointing=checkpointed)
+        module = GenerationModule(mapper, SMALL._aim, material)
         size = [0]
 
         def pack(x: torch.Tensor, size: list[int] = size) -> torch.Tensor:

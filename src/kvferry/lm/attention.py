@@ -57,6 +57,11 @@ def attention_implementation(config: Any) -> str:
     return "eager" if getattr(text, "attn_logit_softcapping", None) else "sdpa"
 
 
+def softcapped(scores: Float[Tensor, "*shape"], cap: float | None) -> Float[Tensor, "*shape"]:
+    """Scores bent to stay within ``cap``; as they are where it is None."""
+    return scores if cap is None else torch.tanh(scores / cap) * cap
+
+
 @dataclass(frozen=True)
 class QueryTrace:
     """What one layer's queries asked of one text without padding, as a function of its keys.
@@ -170,9 +175,7 @@ class RowQueries:
         self, content: Float[Tensor, "kv_heads tokens dim"]
     ) -> Float[Tensor, "query_heads rows tokens"]:
         """What a softmax over tokens makes attention of; minus infinity where a key is hidden."""
-        scores = self.uncapped(content)
-        if self.softcap is not None:
-            scores = torch.tanh(scores / self.softcap) * self.softcap
+        scores = softcapped(self.uncapped(content), self.softcap)
         behind = self.rows[:, None] - torch.arange(content.shape[1], device=self.rows.device)
         hidden = behind < 0
         if self.window is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -21,7 +21,7 @@ from kvferry.mappers.cachebridge import plain_groups
 from kvferry.mappers.dense_refiner import DenseRefiner
 from kvferry.mappers.head_support import HeadLocalSupport, matched_heads
 from kvferry.mappers.layout import COMPONENTS, Component, FeatureBlock
-from kvferry.mappers.learning import Answering, Reconstruction, Schedule
+from kvferry.mappers.learning import Answering, OffersSchedule, Reconstruction, Schedule
 from kvferry.mappers.mapper import Mapper
 from kvferry.mappers.refined import RefinedMapper
 from kvferry.mappers.selection import LayerSelector, Selector
@@ -29,7 +29,7 @@ from kvferry.mappers.sites import Site
 
 
 @dataclass(frozen=True)
-class DenseLatent(OffersAnchors, MapperMethod):
+class DenseLatent(OffersAnchors, OffersSchedule, MapperMethod):
     """``g_a (A x) + g_m W2 silu(W1 x + b1) + b2`` from one source layer to each target layer.
 
     A is head-local ridge at first, g_a one and g_m small; keys and values have their own weights.
@@ -98,7 +98,7 @@ class DenseLatent(OffersAnchors, MapperMethod):
             {
                 **LayerSelector(self.selector, self.source_layers).rules(),
                 **self._anchors.rules(),
-                **self._schedule(1, self.learning_rate).rules(),
+                **replace(self._schedule, steps=1).rules(),
                 "heads must be index, hungarian or all": self.heads in known,
                 "ridge, gate, temperature and tokens must not be negative": min(
                     self.ridge, self.gate, self.temperature, self.tokens
@@ -122,7 +122,7 @@ class DenseLatent(OffersAnchors, MapperMethod):
     @property
     def schedules(self) -> tuple[Schedule, ...]:
         """Reconstruction, then answers; a phase without steps is left out."""
-        return tuple(s for s in (self._reconstructing, self._answering.schedule) if s.steps)
+        return tuple(s for s in (self._schedule, self._answering.schedule) if s.steps)
 
     def fit(self, statistics: Statistics) -> Mapper:
         """Head-local ridge, then the two phases.
@@ -149,21 +149,20 @@ class DenseLatent(OffersAnchors, MapperMethod):
         refiner.measure(statistics)
         mapper = RefinedMapper(base, refiner.to(statistics.moments["keys"].device))
         if self.training_steps:
-            mapper = statistics.learned(
-                mapper, Reconstruction(self._reconstructing, tokens=self.tokens)
-            )
+            mapper = statistics.learned(mapper, Reconstruction(self._schedule, tokens=self.tokens))
         if self.answer_steps:
             mapper = statistics.learned(mapper, self._answering)
         return mapper
 
     @property
-    def _reconstructing(self) -> Schedule:
-        return self._schedule(self.training_steps, self.learning_rate)
-
-    @property
     def _answering(self) -> Answering:
         return Answering(
-            self._schedule(self.answer_steps, self.answer_rate, self.training_steps),
+            replace(
+                self._schedule,
+                steps=self.answer_steps,
+                learning_rate=self.answer_rate,
+                done_before=self.training_steps,
+            ),
             answers=self.answers,
             answer_tokens=self.answer_tokens,
             context_tokens=self.context_tokens,
@@ -171,20 +170,6 @@ class DenseLatent(OffersAnchors, MapperMethod):
             aware=self.aware,
             unaware=self.unaware,
             pointwise=self.pointwise,
-        )
-
-    def _schedule(self, steps: int, learning_rate: float, done_before: int = 0) -> Schedule:
-        return Schedule(
-            steps=steps,
-            learning_rate=learning_rate,
-            warmup=self.warmup,
-            weight_decay=self.weight_decay,
-            passages=self.passages,
-            held_out=self.held_out,
-            validate_every=self.validate_every,
-            patience=self.patience,
-            seed=self.seed,
-            done_before=done_before,
         )
 
     def _ridge(

@@ -62,6 +62,34 @@ class Schedule:
         }
 
 
+class OffersSchedule:
+    """A method whose settings name how its network is optimised."""
+
+    training_steps: int
+    learning_rate: float
+    warmup: int
+    weight_decay: float
+    passages: int
+    held_out: int
+    validate_every: int
+    patience: int
+    seed: int
+
+    @property
+    def _schedule(self) -> Schedule:
+        return Schedule(
+            steps=self.training_steps,
+            learning_rate=self.learning_rate,
+            warmup=self.warmup,
+            weight_decay=self.weight_decay,
+            passages=self.passages,
+            held_out=self.held_out,
+            validate_every=self.validate_every,
+            patience=self.patience,
+            seed=self.seed,
+        )
+
+
 @dataclass(frozen=True)
 class Aim(ABC):
     """What a network learns. A method may follow several, one of a kind, one after the other."""

@@ -21,7 +21,7 @@ from kvferry.mappers.base import (
 from kvferry.mappers.behaviour import Reading, attention_error
 from kvferry.mappers.full_head_ridge import FullHeadRidge
 from kvferry.mappers.layout import COMPONENTS
-from kvferry.mappers.learning import LayerJudge, Reconstruction, Schedule
+from kvferry.mappers.learning import LayerJudge, OffersSchedule, Reconstruction, Schedule
 from kvferry.mappers.mapper import Mapper
 from kvferry.mappers.mlp_refiner import MLPRefiner
 from kvferry.mappers.refined import RefinedMapper
@@ -30,7 +30,7 @@ from kvferry.mappers.sites import Site
 
 
 @dataclass(frozen=True)
-class MLP(MapperMethod):
+class MLP(OffersSchedule, MapperMethod):
     """An MLP for every target layer, from all heads of the source layers that explain it best.
 
     Args:
@@ -89,20 +89,6 @@ class MLP(MapperMethod):
     @property
     def _anchors(self) -> AnchorReads:
         return AnchorReads(self.anchor_context, self.neighbours)
-
-    @property
-    def _schedule(self) -> Schedule:
-        return Schedule(
-            steps=self.training_steps,
-            learning_rate=self.learning_rate,
-            warmup=self.warmup,
-            weight_decay=self.weight_decay,
-            passages=self.passages,
-            held_out=self.held_out,
-            validate_every=self.validate_every,
-            patience=self.patience,
-            seed=self.seed,
-        )
 
     @property
     def schedules(self) -> tuple[Schedule, ...]:

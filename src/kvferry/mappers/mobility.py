@@ -14,13 +14,13 @@ from kvferry.mappers.anchored import Anchored
 from kvferry.mappers.base import MapperMethod, Statistics, output_columns, require
 from kvferry.mappers.gated_residual import GatedResidual
 from kvferry.mappers.layout import ALL_HEADS, COMPONENTS, Component, FeatureBlock
-from kvferry.mappers.learning import Generation, Schedule
+from kvferry.mappers.learning import Generation, OffersSchedule, Schedule
 from kvferry.mappers.refined import RefinedMapper
 from kvferry.stats.directions import predictive_directions, whitened_directions
 
 
 @dataclass(frozen=True)
-class Mobility(MapperMethod):
+class Mobility(OffersSchedule, MapperMethod):
     """A gated low-rank residual on an affine map, learned through the frozen target.
 
     The context-reuse layer (arXiv 2608.30963) names the goal: a transport that need not match the
@@ -70,7 +70,7 @@ class Mobility(MapperMethod):
         weights = self.continuation, self.recall, self.text, self.pointwise, self.attention
         require(
             {
-                **self._aim.schedule.rules(),
+                **self._schedule.rules(),
                 "rank, directions, kernel and width must be at least 1": min(
                     self.rank, self.directions, self.kernel, self.width
                 )
@@ -86,23 +86,12 @@ class Mobility(MapperMethod):
     @property
     def schedules(self) -> tuple[Schedule, ...]:
         """See :class:`MapperMethod`."""
-        return (self._aim.schedule,)
+        return (self._schedule,)
 
     @property
     def _aim(self) -> Generation:
-        schedule = Schedule(
-            steps=self.training_steps,
-            learning_rate=self.learning_rate,
-            warmup=self.warmup,
-            weight_decay=self.weight_decay,
-            passages=self.passages,
-            held_out=self.held_out,
-            validate_every=self.validate_every,
-            patience=self.patience,
-            seed=self.seed,
-        )
         return Generation(
-            schedule,
+            self._schedule,
             shortest_context=self.shortest_context,
             recall_spans=self.recall_spans,
             continuation=self.continuation,

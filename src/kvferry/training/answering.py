@@ -11,45 +11,20 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from kvferry.lm.cache import copy_cache
-from kvferry.lm.content import ContentKV
 from kvferry.lm.model import LanguageModel
 from kvferry.mappers.learning import Answering
-from kvferry.mappers.refined import RefinedMapper
 from kvferry.training.carrying import context_inputs, mapped_context, native_context
 from kvferry.training.losses import pointwise_error, text_nll
-from kvferry.training.material import Variance
-from kvferry.training.module import Losses, RefinerModule
+from kvferry.training.module import Losses
 from kvferry.training.texts import Draw
+from kvferry.training.through_target import ThroughTarget
 
 
-class AnsweringModule(RefinerModule):
+class AnsweringModule(ThroughTarget[Answering]):
     """Cross-entropy of the target's own answers on top of the mapped cache.
 
     Aware: the target reads the text once more before it answers. Unaware: it sees the cue alone.
-
-    Args:
-        mapper: whose refiner learns.
-        aim: the weight of each part.
-        target: the frozen model that answers.
-        prefix: its own prefix.
-        variance: of native content, see :func:`pointwise_error`.
-        gradient_checkpointing: keep nothing of a forward pass and run it again backwards.
     """
-
-    def __init__(
-        self,
-        mapper: RefinedMapper,
-        aim: Answering,
-        target: LanguageModel,
-        prefix: ContentKV,
-        variance: Variance,
-        gradient_checkpointing: bool = False,
-    ) -> None:
-        super().__init__(mapper, aim.schedule)
-        self.aim, self.prefix, self.variance = aim, prefix, variance
-        self.gradient_checkpointing = gradient_checkpointing
-        # A plain list keeps the frozen model out of the module's own parameters.
-        self._target = [target]
 
     def losses(self, draw: Draw) -> Losses:
         """See :class:`RefinerModule`."""

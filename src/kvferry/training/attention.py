@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from kvferry.lm.attention import AttentionCall
+from kvferry.lm.attention import AttentionCall, softcapped
 
 HIDDEN = -1e9
 """Score of a key that is not seen: finite, so that what it adds to a divergence is zero."""
@@ -69,7 +69,7 @@ def _own_scores(
     """Of the tokens that are run on top of the context."""
     scores = torch.einsum("nkgd,nktd->nkgt", queries, keys) * call.scale
     later = torch.arange(keys.shape[2], device=at.device) > at[:, None]
-    return _capped(call, scores).masked_fill(later[:, None, None], HIDDEN)
+    return softcapped(scores, call.softcap).masked_fill(later[:, None, None], HIDDEN)
 
 
 def _attention(
@@ -79,11 +79,5 @@ def _attention(
     own: Float[Tensor, "asked kv_heads group tokens"],
 ) -> Float[Tensor, "asked kv_heads group places"]:
     """Logarithms of attention over the context and what was run on top of it."""
-    scores = _capped(call, torch.einsum("nkgd,ktd->nkgt", queries, keys) * call.scale)
-    return torch.cat((scores, own), dim=3).log_softmax(dim=3)
-
-
-def _capped(call: AttentionCall, scores: Tensor) -> Tensor:
-    if call.softcap is None:
-        return scores
-    return torch.tanh(scores / call.softcap) * call.softcap
+    scores = torch.einsum("nkgd,ktd->nkgt", queries, keys) * call.scale
+    return torch.cat((softcapped(scores, call.softcap), own), dim=3).log_softmax(dim=3)

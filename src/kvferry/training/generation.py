@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from kvferry.lm.content import ContentKV
-from kvferry.lm.model import LanguageModel
 from kvferry.mappers.learning import Generation
-from kvferry.mappers.refined import RefinedMapper
 from kvferry.training.attention import copying_attention_kl
 from kvferry.training.carrying import (
     ask,
@@ -20,37 +19,13 @@ from kvferry.training.carrying import (
     native_context,
 )
 from kvferry.training.losses import kl_from_native, pointwise_error, text_nll
-from kvferry.training.material import Variance
-from kvferry.training.module import Losses, RefinerModule
+from kvferry.training.module import Losses
 from kvferry.training.texts import Draw
+from kvferry.training.through_target import ThroughTarget
 
 
-class GenerationModule(RefinerModule):
-    """Continuation and recall against the native cache's; gradients pass through the target.
-
-    Args:
-        mapper: whose refiner learns.
-        aim: what is asked, and the weight of each answer.
-        target: the frozen model that answers.
-        prefix: its own prefix.
-        variance: of native content, for the pointwise term; see :func:`pointwise_error`.
-        gradient_checkpointing: see :func:`ask`.
-    """
-
-    def __init__(
-        self,
-        mapper: RefinedMapper,
-        aim: Generation,
-        target: LanguageModel,
-        prefix: ContentKV,
-        variance: Variance,
-        gradient_checkpointing: bool = False,
-    ) -> None:
-        super().__init__(mapper, aim.schedule)
-        self.aim, self.prefix, self.variance = aim, prefix, variance
-        self.gradient_checkpointing = gradient_checkpointing
-        # A plain list keeps the frozen model out of the module's own parameters.
-        self._target = [target]
+class GenerationModule(ThroughTarget[Generation]):
+    """Continuation and recall against the native cache's; gradients pass through the target."""
 
     def losses(self, draw: Draw) -> Losses:
         """See :class:`RefinerModule`."""
@@ -91,9 +66,14 @@ class GenerationModule(RefinerModule):
 
     def _unwindowed_keys(self, content: ContentKV) -> dict[int, Tensor]:
         """Mapped keys at their positions, of the layers that see all of the context."""
-        layers = self.mapper.target.layers
-        return {
-            layer: keys
-            for layer, (keys, _) in self._target[0].rotated(content).items()
-            if layer >= self.mapper.native_layers and layers[layer].window is None
+        read = {
+            i
+            for i, layer in enumerate(self.mapper.target.layers)
+            if i >= self.mapper.native_layers and layer.window is None
         }
+        part = replace(
+            content,
+            keys={i: x for i, x in content.keys.items() if i in read},
+            values={i: x for i, x in content.values.items() if i in read},
+        )
+        return {i: keys for i, (keys, _) in self._target[0].rotated(part).items()}

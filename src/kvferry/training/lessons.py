@@ -53,15 +53,7 @@ class Lessons:
 
     def generation(self, aim: Generation) -> Lesson:
         """Continuation and recall over the training texts."""
-        material = self.material
-        module = GenerationModule(
-            self.mapper,
-            aim,
-            material.reader.target,
-            material.prefix,
-            material.mapped_variance(self.mapper),
-            material.gradient_checkpointing,
-        )
+        module = GenerationModule(self.mapper, aim, self.material)
         return Lesson(module, self._training(aim.schedule), self._selection(aim.schedule))
 
     def reconstruction(self, aim: Reconstruction) -> Lesson:
@@ -78,15 +70,8 @@ class Lessons:
         Raises:
             ConfigurationError: it says nothing at all.
         """
-        material, schedule = self.material, aim.schedule
-        module = AnsweringModule(
-            self.mapper,
-            aim,
-            material.reader.target,
-            material.prefix,
-            material.mapped_variance(self.mapper),
-            material.gradient_checkpointing,
-        )
+        schedule = aim.schedule
+        module = AnsweringModule(self.mapper, aim, self.material)
         answers = self._answers(aim, "training", aim.answers)
         held = self._answers(aim, "selection", schedule.held_out)
         right = sum(answer.right for answer in answers)
