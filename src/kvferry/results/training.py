@@ -30,6 +30,12 @@ TITLES = {
     "recall_kl": "KL where early text is repeated, nats",
     "text_nll": "NLL of the text itself, nats",
     "pointwise": "Error of keys and values",
+    "attention_kl": "KL of attention that copies, nats",
+    "attention_error": "Error of attention outputs",
+    "unaware_nll": "NLL of answers without the text, nats",
+    "aware_nll": "NLL of answers, text read again, nats",
+    "keys": "Error of keys",
+    "values": "Error of values",
     RATE: "Learning rate",
     "gradient_norm": "Norm of the gradient, unclipped",
 }

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import FixedLocator
 
 from kvferry.results.plot_style import MARKERS, PALETTES, Theme, color_of, new_figure, themed
+from kvferry.results.plots.axes import ticks_at
 from kvferry.results.rows import ResultRow
 from kvferry.results.tables import head
 from kvferry.results.views import Block, Cell, turn_blocks
@@ -66,19 +67,12 @@ def _panel(axes: Axes, blocks: Sequence[Block], metric: str, theme: Theme) -> No
     axes.grid(axis="y")
     if metric == "kl":
         axes.set_yscale("log")
-        _ticks(axes, [m * 10.0**power for power in range(-6, 4) for m in (1, 2, 5)])
+        ticks_at(axes.yaxis, [m * 10.0**power for power in range(-6, 4) for m in (1, 2, 5)])
         axes.set_ylabel("nats per token, log axis")
     else:
         axes.axhline(1, color=palette.text, linewidth=1, linestyle=(0, (4, 3)))
         axes.set_ylabel("0 = zero context, 1 = native")
-        _ticks(axes, [step / 4 for step in range(-20, 9)])
-
-
-def _ticks(axes: Axes, steps: Sequence[float]) -> None:
-    low, high = axes.get_ylim()
-    axes.yaxis.set_major_locator(FixedLocator([step for step in steps if low <= step <= high]))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        ticks_at(axes.yaxis, [step / 4 for step in range(-20, 9)])
 
 
 def _curve(

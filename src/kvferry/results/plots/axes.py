@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from kvferry.results.rows import ResultRow
@@ -44,6 +45,12 @@ def decade_ticks(axes: Axes) -> None:
     low, high = axes.get_xlim()
     multiples = (1, 3) if high / low > 30 else (1, 2, 5)
     steps = [multiple * 10.0**power for power in range(-6, 4) for multiple in multiples]
-    axes.xaxis.set_major_locator(FixedLocator([step for step in steps if low <= step <= high]))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    ticks_at(axes.xaxis, steps)
+
+
+def ticks_at(axis: Axis, steps: Sequence[float]) -> None:
+    """Those of ``steps`` that are in view, written out, and no ticks between them."""
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(FixedLocator([step for step in steps if low <= step <= high]))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -42,6 +43,7 @@ def latency_figure(
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
         axes.yaxis.set_major_formatter(FuncFormatter(_duration))
+        axes.yaxis.set_minor_formatter(FuncFormatter(partial(_between_decades, axes)))
         axes.set_xlim(lengths[0] / 1.35, lengths[-1] * 1.25)
         axes.grid(which="major")
         axes.set_xlabel("context length in tokens")
@@ -65,6 +67,12 @@ def _speedup_label(block: LatencyBlock) -> str:
 
 def _duration(value: float, _: int | None) -> str:
     return f"{value / 1000:g} s" if value >= 1000 else f"{value:g} ms"
+
+
+def _between_decades(axes: Axes, value: float, _: int | None) -> str:
+    """Written only where too few decades are in view to read the axis by them."""
+    low, high = axes.get_ylim()
+    return _duration(round(value, 9), None) if high < 10 * low else ""
 
 
 def _curve(
