@@ -26,7 +26,7 @@ METHODS: dict[str, MapperMethod] = {
     "heterofold": HeteroFold(directions=16, steps=4, passages=2, held_out=1, rows=8),
     "heterofold_anchored": HeteroFold(
         recolour_keys="auto",
-        behavioural_keys_rank=0,
+        behavioural_keys=False,
         behavioural_values=False,
         held_out=1,
         rows=8,
@@ -35,7 +35,7 @@ METHODS: dict[str, MapperMethod] = {
         native_layers=1,
     ),
     "heterofold_all": HeteroFold(
-        window="all", recolour_metric="raw", behavioural_keys_rank=0, behavioural_values=False
+        window="all", recolour_metric="raw", behavioural_keys=False, behavioural_values=False
     ),
     "cachelink": CacheLink(directions=16, passages=2, held_out=1, rows=8),
     "cachelink_anchored": CacheLink(
@@ -44,14 +44,14 @@ METHODS: dict[str, MapperMethod] = {
         neighbours=True,
         native_layers=1,
         planted_sinks=1,
-        key_rank=2,
+        behavioural_keys=True,
         steps=2,
         directions=16,
         passages=2,
         held_out=1,
         rows=8,
     ),
-    "anchored": Anchored(),
+    "anchored": Anchored(steps=4, passages=2, held_out=1, rows=8),
     "cachebridge": CacheBridge(source_layers=2, passages=6, boundaries=8),
     "cachebridge_anchored": CacheBridge(
         source_layers="all",
@@ -63,8 +63,16 @@ METHODS: dict[str, MapperMethod] = {
         native_layers=2,
     ),
     "random": Random(),
-    "anchored_native": Anchored(native_layers=2, recolour_values=0.5),
-    "anchored_sinks": Anchored(planted_sinks=3, selector="sinkhorn", source_layers=2),
+    "anchored_native": Anchored(native_layers=2, recolour_values=0.5, behavioural_keys=False),
+    "anchored_sinks": Anchored(
+        planted_sinks=3,
+        selector="sinkhorn",
+        source_layers=2,
+        steps=4,
+        passages=2,
+        held_out=1,
+        rows=8,
+    ),
     "mobility": Mobility(
         rank=2,
         directions=8,
@@ -87,7 +95,7 @@ METHODS: dict[str, MapperMethod] = {
         validate_every=2,
     ),
     "mlp_anchored": MLP(
-        start=Anchored(native_layers=2),
+        start=Anchored(native_layers=2, behavioural_keys=False),
         source_layers="all",
         anchor_context=1,
         neighbours=True,

@@ -150,7 +150,12 @@ def test_the_same_settings_give_the_same_numbers(finished: RunConfig, tmp_path: 
     [
         ["mapper=full_head_ridge"],
         ["mapper=heterofold", "mapper.recolour_keys=auto", "mapper.steps=10", "mapper.passages=4"],
-        ["mapper=cachelink", "mapper.key_rank=4", "mapper.steps=10", "mapper.passages=4"],
+        [
+            "mapper=cachelink",
+            "mapper.behavioural_keys=true",
+            "mapper.steps=10",
+            "mapper.passages=4",
+        ],
         ["mapper=random"],
     ],
 )

@@ -202,7 +202,7 @@ def test_every_alignment_mode_runs_end_to_end(mode: str) -> None:
         for trace in reader.read(pairs[:1]) + reader.read(pairs[1:]):
             module.add(trace)
     statistics = Statistics(reader.source.geometry, reader.target.geometry, layouts, moments, None)
-    handoff = Handoff(reader, Anchored(neighbours=False).fit(statistics))
+    handoff = Handoff(reader, Anchored(neighbours=False, behavioural_keys=False).fit(statistics))
     ids, mask = reader.source.batch([pairs[0].source_ids])
     mapped = handoff.transfer(reader.source.prefill(ids, mask))
     assert bool(logits_after(handoff, mapped, [8]).isfinite().all())

@@ -82,7 +82,7 @@ def test_native_attention_ignores_mapped_keys_and_translated_answers_to_them() -
     )
     for attention in ("native", "translated"):
         values = BehaviouralCalibration(
-            keys_rank=0,
+            keys=False,
             steps=1,
             learning_rate=1.0,
             values=True,

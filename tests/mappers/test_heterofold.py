@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -23,10 +24,11 @@ from kvferry.mappers.behaviour import (
     query_rows,
     read_mapped,
 )
-from kvferry.mappers.behavioural_fit import BehaviouralCalibration
+from kvferry.mappers.behaviour_samples import layer_samples
+from kvferry.mappers.behavioural_fit import BehaviouralCalibration, with_remixed_keys
 from kvferry.mappers.heterofold import HeteroFold
 from kvferry.mappers.layout import COMPONENTS, component_layout
-from kvferry.mappers.observation import Observation, ReplaySplit
+from kvferry.mappers.observation import Observation, ReplaySplit, surrogate_sinks
 from kvferry.mappers.strength import GRID, blend, choose_strengths
 from tests.pairs import TOKENS, reader_of, statistics_of
 
@@ -134,8 +136,8 @@ def test_a_blend_of_zero_and_one_are_its_ends() -> None:
 def test_calibration_brings_behaviour_back(source: str, target: str) -> None:
     """Never above its start on the texts that choose, and below it on texts that nobody saw."""
     statistics = with_texts(statistics_of(source, target), source, target)
-    plain = HeteroFold(behavioural_keys_rank=0, behavioural_values=False)
-    fitted = replace(plain, behavioural_keys_rank=4, steps=80, learning_rate=1e-2, directions=24)
+    plain = HeteroFold(behavioural_keys=False, behavioural_values=False)
+    fitted = replace(plain, behavioural_keys=True, steps=80, learning_rate=1e-2, directions=24)
     fitted = replace(fitted, behavioural_values=True, passages=16, held_out=4, rows=32)
     keys = replace(fitted, behavioural_values=False)
     before, after = plain.fit(statistics), fitted.fit(statistics)
@@ -171,7 +173,7 @@ def test_one_reading_serves_keys_and_values() -> None:
     watched = replace(statistics, replay=Counting())
     _, start = ends(watched)
     both = BehaviouralCalibration(
-        keys_rank=4,
+        keys=True,
         steps=40,
         learning_rate=1e-2,
         values=True,
@@ -182,7 +184,7 @@ def test_one_reading_serves_keys_and_values() -> None:
     once = both.apply(watched, start, 1e-3)
     assert readings == ["calibration", "selection"]
     keys_first = replace(both, values=False).apply(watched, start, 1e-3)
-    after = replace(both, keys_rank=0).apply(watched, keys_first, 1e-3)
+    after = replace(both, keys=False).apply(watched, keys_first, 1e-3)
     assert len(readings) == 6
     moved: dict[str, float] = {"keys": 0.0, "values": 0.0}
     for mine, theirs, before in zip(once.groups, after.groups, start.groups, strict=True):
@@ -190,6 +192,44 @@ def test_one_reading_serves_keys_and_values() -> None:
         assert float((mine.weight - theirs.weight).abs().max()) <= 0.02 * far
         moved[mine.component] += far
     assert min(moved.values()) > 0, "control: both were corrected somewhere"
+
+
+def test_a_folded_remix_is_what_was_fitted() -> None:
+    statistics = statistics_of("llama", "gemma3")
+    mapper = replace(ends(statistics)[0], planted_sinks=2)
+    remixes = {layer: 0.1 * torch.randn(w, w) for layer, w in enumerate(mapper.target.widths)}
+    texts = list(read_mapped(mapper, statistics.observe(1), 8, 0))
+    folded = read_mapped(with_remixed_keys(mapper, remixes), statistics.observe(1), 8, 0)
+    sample, content = layer_samples(mapper, texts[0], {}), next(folded).content
+    for layer, remix in remixes.items():
+        wanted = sample[layer].keys.remixed(remix)
+        moved = float((wanted - texts[0].content.keys[layer][0]).abs().max())
+        assert moved > 0.1
+        # Samples are kept in half precision.
+        torch.testing.assert_close(content.keys[layer][0], wanted, atol=1e-2 * moved, rtol=1e-2)
+
+
+def test_without_text_to_judge_by_the_fitted_texts_judge(caplog: pytest.LogCaptureFixture) -> None:
+    statistics = statistics_of("llama", "gemma3")
+    replay = statistics.replay
+    assert replay is not None
+
+    class CalibrationAlone:
+        def __call__(
+            self, passages: int, split: ReplaySplit = "calibration", *, copies: bool = False
+        ) -> Iterator[Observation]:
+            assert split == "calibration"
+            return replay(passages, split, copies=copies)
+
+        def count(self, split: ReplaySplit) -> int:
+            return replay.count(split) if split == "calibration" else 0
+
+    method = HeteroFold(behavioural_keys=True, steps=20, passages=4, rows=16)
+    # A run keeps what the package logs to itself.
+    logging.getLogger(BehaviouralCalibration.__module__).addHandler(caplog.handler)
+    report = method.fit(replace(statistics, replay=CalibrationAlone())).report
+    assert report["attention_kl_after"] < report["attention_kl_before"]
+    assert "No text is left to judge" in caplog.text
 
 
 def _divergence(mapper: AffineMapper, texts: list) -> torch.Tensor:  # type: ignore[type-arg]
@@ -222,6 +262,22 @@ def test_planted_sinks_stand_where_the_hand_off_puts_them_and_are_not_fitted() -
         for token in wanted:
             own = seen.target.values[layer][:, :, 0]
             assert torch.equal(content.values[layer][:, :, token], own)
+
+
+def test_what_rests_on_sinks_is_not_for_keys_to_learn() -> None:
+    """Surrogate and planted sinks are left out of attention; the prefix, native in both, counts."""
+    statistics = statistics_of("llama", "gemma3")
+    mapper = replace(ends(statistics)[0], planted_sinks=1)
+    text = next(read_mapped(mapper, statistics.observe(1), 8, 0))
+    tokens, prefix = text.seen.target.tokens, set(range(text.seen.prefix))
+    for values in text.seen.target.values.values():
+        values[:, :, tokens // 2] = values[:, :, 0]
+    sinks = set(surrogate_sinks(text.seen.target).nonzero().flatten().tolist()) - prefix
+    assert tokens // 2 in sinks and len(sinks) < tokens // 2
+    for layer, sample in layer_samples(mapper, text, {}).items():
+        planted = set(planted_tokens(mapper, layer, tokens))
+        assert set(sample.keys.left_out.nonzero().flatten().tolist()) == sinks | planted
+        assert set(sample.keys.fixed.nonzero().flatten().tolist()) == prefix | planted
 
 
 def test_rows_are_late_distinct_and_repeatable() -> None:

@@ -89,7 +89,7 @@ def test_full_recolouring_gives_the_target_its_covariance_back(source: str, targ
                 window="all",
                 ridge=1e-4,
                 recolour_metric=metric,
-                behavioural_keys_rank=0,
+                behavioural_keys=False,
                 behavioural_values=False,
             )
             mapper = method.fit(statistics)

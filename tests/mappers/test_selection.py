@@ -60,10 +60,15 @@ def planted(layers: tuple[int, ...], noise: float = 0.5) -> Statistics:
 METHODS: dict[str, Callable[[Selector], MapperMethod]] = {
     "full_head_ridge": lambda s: FullHeadRidge(source_layers=1, selector=s),
     "heterofold": lambda s: HeteroFold(
-        window=1, selector=s, behavioural_keys_rank=0, behavioural_values=False
+        window=1, selector=s, behavioural_keys=False, behavioural_values=False
     ),
     "anchored": lambda s: Anchored(
-        source_layers=1, selector=s, anchor_context=-1, neighbours=False, native_layers=0
+        source_layers=1,
+        selector=s,
+        anchor_context=-1,
+        neighbours=False,
+        native_layers=0,
+        behavioural_keys=False,
     ),
 }
 

@@ -16,7 +16,7 @@ from kvferry.mappers.heterofold import HeteroFold
 from kvferry.mappers.tuning import RIDGES, mean_cosine
 from tests.pairs import TOKENS, reader_of, statistics_of, traces_of
 
-PLAIN_HETEROFOLD = HeteroFold(ridge="auto", behavioural_keys_rank=0, behavioural_values=False)
+PLAIN_HETEROFOLD = HeteroFold(ridge="auto", behavioural_keys=False, behavioural_values=False)
 
 
 def scarce() -> Statistics:

@@ -36,7 +36,7 @@ from kvferry.training.reconstruction import stretch
 from tests.pairs import learnable, reader_of, statistics_of, traces_of
 
 SMALL = Mobility(
-    start=Anchored(native_layers=1, planted_sinks=0),
+    start=Anchored(native_layers=1, planted_sinks=0, behavioural_keys=False),
     rank=4,
     directions=16,
     width=16,

@@ -33,8 +33,9 @@ class Anchored(RecolouredMethod):
             source foretells.
         ridge: penalty as a share of the inputs' mean variance, or "auto".
         recolour_metric, recolour_keys, recolour_values: see :class:`HeteroFold`.
-        behavioural_keys_rank, steps, learning_rate, behavioural_values, pointwise, directions: see
-            :class:`BehaviouralCalibration`; off by default.
+        behavioural_keys, steps, learning_rate, behavioural_values, pointwise, directions: see
+            :class:`BehaviouralCalibration`. Keys are remixed on texts with something to recall,
+            for a ridge map is fitted to be near its keys, not to have them found.
         passages, held_out, rows, copies, seed: of its reading, see :class:`Reading`.
     """
 
@@ -48,7 +49,7 @@ class Anchored(RecolouredMethod):
     recolour_metric: Metric = "raw"
     recolour_keys: Strength = 0.8
     recolour_values: Strength = 0.0
-    behavioural_keys_rank: int = 0
+    behavioural_keys: bool = True
     steps: int = 300
     learning_rate: float = 2e-3
     behavioural_values: bool = False
@@ -56,7 +57,7 @@ class Anchored(RecolouredMethod):
     directions: int = 256
     passages: int = 24
     held_out: int = 8
-    rows: int = 64
+    rows: int = 128
     copies: bool = True
     seed: int = 0
 

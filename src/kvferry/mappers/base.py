@@ -88,13 +88,17 @@ class Statistics:
             )
         return self.replay(passages, split, copies=copies)
 
+    def has(self, split: ReplaySplit) -> bool:
+        """Whether ``split`` has texts of its own to read again."""
+        return self.replay is not None and self.replay.count(split) > 0
+
     def held_out(self, *wanted: ReplaySplit) -> ReplaySplit:
         """The first of the ``wanted`` splits that has texts of its own.
 
         Raises:
             ConfigurationError: none has; settings are never chosen on texts that were fitted on.
         """
-        found = [s for s in wanted if self.replay is not None and self.replay.count(s)]
+        found = [split for split in wanted if self.has(split)]
         if not found:
             raise ConfigurationError(
                 "This method chooses settings on text that it is not fitted on: there is none.",

@@ -12,10 +12,13 @@ from torch import Tensor
 from kvferry.lm.content import ContentKV
 from kvferry.mappers.base import Statistics
 from kvferry.mappers.mapper import Mapper
-from kvferry.mappers.observation import Observation
+from kvferry.mappers.observation import Observation, ReplaySplit
 
 EARLIEST_ROW = 0.25
 """Queries from the first quarter of a text see little of it; a hand-off's queries see all."""
+
+UNSEEN: tuple[ReplaySplit, ...] = ("selection", "other_domain")
+"""Splits that may judge a fit, the better one first."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +43,17 @@ class Reading:
         """Texts to fit on."""
         return statistics.observe(self.passages, copies=self.copies)
 
+    def can_judge(self, statistics: Statistics) -> bool:
+        """Whether any text is left that the moments have not seen."""
+        return any(statistics.has(split) for split in UNSEEN)
+
     def judging(self, statistics: Statistics) -> Iterator[Observation]:
         """Texts that decide whether a fit is kept.
 
         Raises:
             ConfigurationError: there is no text that the moments have not seen.
         """
-        split = statistics.held_out("selection", "other_domain")
+        split = statistics.held_out(*UNSEEN)
         return statistics.observe(self.held_out, split, copies=self.copies)
 
     def rules(self) -> dict[str, bool]:

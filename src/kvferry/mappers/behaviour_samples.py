@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,13 +11,13 @@ from torch import Tensor
 
 from kvferry.mappers.affine import AffineMapper
 from kvferry.mappers.behaviour import MappedText, mapped_layers, planted_tokens
-from kvferry.mappers.correction import Blocks, InputCode, group_of
-from kvferry.mappers.layout import Component
+from kvferry.mappers.correction import Blocks, InputCode, columns_of, group_of
+from kvferry.mappers.observation import surrogate_sinks
 from kvferry.stats.attention_fit import AttentionSample
 from kvferry.stats.functional import AttendedMoments
 
-Codes = Mapping[Component, Mapping[Blocks, InputCode]]
-"""By corrected component, the code of each set of input features."""
+Codes = Mapping[Blocks, InputCode]
+"""The code of each set of input features that values are mapped from."""
 
 
 @dataclass(frozen=True)
@@ -53,23 +53,19 @@ TextSample = Mapping[int, LayerSample]
 
 
 def layer_samples(mapper: AffineMapper, text: MappedText, codes: Codes) -> TextSample:
-    """What the fits need of one text, by the components that have codes."""
+    """What the fits need of one text; what values need, where there are codes."""
     seen, native = text.seen, text.seen.target
-    coded = {
-        component: {
-            blocks: code.rows(seen.inputs, seen.prefix).half() for blocks, code in by_blocks.items()
-        }
-        for component, by_blocks in codes.items()
-    }
+    coded = {blocks: code.rows(seen.inputs, seen.prefix).half() for blocks, code in codes.items()}
     # Layers share rotary tables, and tensors made in inference mode cannot meet a gradient.
     tables: dict[int, Tensor] = {}
+    prefix = torch.arange(native.tokens, device=native.mask.device) < seen.prefix
+    windowed = any(layer.window is not None for layer in mapper.target.layers)
+    sinks = surrogate_sinks(native) & ~prefix if windowed else torch.zeros_like(prefix)
     found = {}
     for layer in mapped_layers(mapper):
-        planted = planted_tokens(mapper, layer, native.tokens)
-        code = {
-            component: _without(by_blocks[group_of(mapper, component, layer).blocks], planted)
-            for component, by_blocks in coded.items()
-        }
+        planted = torch.zeros_like(prefix)
+        planted[planted_tokens(mapper, layer, native.tokens)] = True
+        group = group_of(mapper, "keys", layer)
         ask, keys, values = seen.queries[layer], native.keys[layer][0], native.values[layer][0]
         kept = ask.at(text.rows)
         cos, sin = (tables.setdefault(id(t), t.clone()) for t in (kept.cos, kept.sin))
@@ -78,27 +74,32 @@ def layer_samples(mapper: AffineMapper, text: MappedText, codes: Codes) -> TextS
                 ask=replace(kept, queries=kept.queries.half(), cos=cos, sin=sin),
                 native=keys.half(),
                 mapped=text.content.keys[layer][0].half(),
-                code=code.get("keys", keys.new_empty(native.tokens, 0)),
+                mean=group.output_mean[columns_of(mapper, group, layer)],
+                fixed=prefix | planted,
+                # Where attention rests that has no use for the text is not for keys to say.
+                left_out=sinks | planted,
             ),
             outputs=OutputSample(
                 wanted=ask.attend(text.rows, keys, values).half(),
                 values=text.content.values[layer][0].half(),
-                code=code["values"],
+                code=coded[group_of(mapper, "values", layer).blocks].masked_fill(
+                    (prefix | planted)[:, None], 0
+                ),
             )
-            if "values" in code
+            if codes
             else None,
         )
     return found
 
 
 def attended(
-    texts: Iterable[TextSample], changes: Mapping[int, Tensor] | None
+    texts: Iterable[TextSample], remixes: Mapping[int, Tensor] | None
 ) -> dict[int, AttendedMoments]:
     """By layer, attended codes against what mapped values leave of the native outputs.
 
     Args:
         texts: with outputs.
-        changes: of mapped keys, by layer, where they are what is attended to; None: native keys.
+        remixes: of mapped keys, by layer, where they are what is attended to; None: native keys.
     """
     found: dict[int, AttendedMoments] = {}
     for text in texts:
@@ -108,17 +109,9 @@ def attended(
             heads, _, dim = outputs.values.shape
             if layer not in found:
                 found[layer] = AttendedMoments(heads, outputs.code.shape[1], dim)
-            content = keys.native.float() if changes is None else keys.changed(changes.get(layer))
+            content = keys.native.float() if remixes is None else keys.remixed(remixes.get(layer))
             weights = keys.ask.scores(content).softmax(dim=-1)
             values = outputs.values.float().repeat_interleave(len(weights) // heads, dim=0)
             left = outputs.wanted.float() - weights @ values
             found[layer].update(weights @ outputs.code.float(), left)
     return found
-
-
-def _without(
-    code: Float[Tensor, "tokens width"], planted: Sequence[int]
-) -> Float[Tensor, "tokens width"]:
-    if not planted:
-        return code
-    return code.index_fill(0, torch.tensor(planted, device=code.device), 0)

@@ -13,10 +13,18 @@ from torch import Tensor
 
 from kvferry.mappers.affine import AffineMapper
 from kvferry.mappers.base import Statistics
-from kvferry.mappers.behaviour import Reading, read_mapped
+from kvferry.mappers.behaviour import Reading, mapped_layers, read_mapped
 from kvferry.mappers.behaviour_samples import Codes, TextSample, attended, layer_samples
-from kvferry.mappers.correction import Blocks, InputCode, coded_moments, corrected, input_codes
-from kvferry.mappers.layout import Component
+from kvferry.mappers.correction import (
+    Blocks,
+    InputCode,
+    coded_moments,
+    columns_of,
+    corrected,
+    group_of,
+    input_codes,
+    with_weights,
+)
 from kvferry.mappers.observation import Observation, Watch
 from kvferry.stats.attention_fit import fit_attention
 from kvferry.stats.functional import AttendedMoments, functional_values
@@ -31,21 +39,21 @@ POINTWISE = (10.0, 1.0, 0.1, 0.01)
 
 @dataclass(frozen=True)
 class BehaviouralCalibration:
-    """Corrections of keys and of values, in a short code of their inputs, from one reading.
+    """Keys remixed until they are attended to natively, then values corrected, from one reading.
 
     Args:
-        keys_rank: of the correction that brings attention back; 0 leaves keys alone.
-        steps, learning_rate: of that correction, see :func:`fit_attention`.
+        keys: remix the keys of each layer, see :func:`fit_attention`.
+        steps, learning_rate: of that.
         values: correct values so that attention outputs come out right.
         pointwise: weight of the values themselves in that, see :func:`functional_values`; "auto"
             takes for each KV head the one of 10, 1, 0.1 and 0.01 that does best on held-out texts.
-        directions: leading directions of the inputs that both corrections read.
+        directions: leading directions of their inputs that corrections of values read.
         reading: the texts.
         attention: "translated" fits values under the mapped keys' attention and so makes up for
             their errors, "native" under the target's own.
     """
 
-    keys_rank: int
+    keys: bool
     steps: int
     learning_rate: float
     values: bool
@@ -54,11 +62,10 @@ class BehaviouralCalibration:
     reading: Reading
     attention: Attention = "translated"
 
-    def rules(self, rank_field: str = "behavioural_keys_rank") -> dict[str, bool]:
-        """What settings must be, and whether they are; ``rank_field`` is the rank's public name."""
+    def rules(self) -> dict[str, bool]:
+        """What settings must be, and whether they are."""
         return {
             **self.reading.rules(),
-            f"{rank_field} must not be negative": self.keys_rank >= 0,
             "steps and directions must be at least 1": min(self.steps, self.directions) >= 1,
             "learning_rate must be positive": self.learning_rate > 0,
             "pointwise must be auto or not negative": self.pointwise == "auto"
@@ -68,36 +75,43 @@ class BehaviouralCalibration:
     def apply(self, statistics: Statistics, mapper: AffineMapper, ridge: float) -> AffineMapper:
         """``mapper`` corrected, each layer or KV head only where held-out texts gain by it.
 
-        For keys all texts stay in memory, at about two keys a token and layer in half precision,
-        and half as much again for values. Values alone are fitted as texts are read.
+        For keys all texts stay in memory: two keys a token and layer in half precision, and half as
+        much again for values. Values alone are fitted as texts are read.
 
         Args:
             ridge: the penalty that ``mapper`` was fitted with.
         """
-        if not self.keys_rank and not self.values:
+        if not (self.keys or self.values) or not mapped_layers(mapper):
             return mapper
-        wanted: dict[Component, bool] = {"keys": bool(self.keys_rank), "values": self.values}
-        codes: Codes = {
-            component: input_codes(
-                statistics, mapper, component, self.directions, self.reading.seed
-            )
-            for component, asked in wanted.items()
-            if asked
-        }
+        codes: Codes = (
+            input_codes(statistics, mapper, "values", self.directions, self.reading.seed)
+            if self.values
+            else {}
+        )
         fitted: Iterable[TextSample] = self._samples(mapper, self.reading.fitted(statistics), codes)
-        held: Iterable[TextSample] = self._samples(mapper, self.reading.judging(statistics), codes)
-        changes: dict[int, Tensor] = {}
-        if self.keys_rank:
-            fitted, held = list(fitted), list(held)
-            changes, report = self._keys(fitted, held, statistics.watch)
-            mapper = corrected(mapper, "keys", codes["keys"], changes)
+        if self.reading.can_judge(statistics):
+            held: Iterable[TextSample] = self._samples(
+                mapper, self.reading.judging(statistics), codes
+            )
+        else:
+            log.warning(
+                "No text is left to judge corrections of keys and values: those that they are "
+                "fitted on will. Lower data.calibration_passages, and some is left."
+            )
+            fitted = held = list(fitted)
+        remixes: dict[int, Tensor] = {}
+        if self.keys:
+            kept = list(fitted), list(held)
+            fitted, held = kept
+            remixes, report = self._keys(*kept, statistics.watch)
+            mapper = with_remixed_keys(mapper, remixes)
             mapper = replace(mapper, report={**mapper.report, **report})
         if self.values:
-            under = changes if self.attention == "translated" else None
+            under = remixes if self.attention == "translated" else None
             mapper = self._values(
                 statistics,
                 mapper,
-                codes["values"],
+                codes,
                 attended(fitted, under),
                 attended(held, under),
                 ridge,
@@ -113,14 +127,13 @@ class BehaviouralCalibration:
     def _keys(
         self, fitted: Sequence[TextSample], held: Sequence[TextSample], watch: Watch
     ) -> tuple[dict[int, Tensor], dict[str, float]]:
-        """The change of each layer's keys, and how near attention came."""
-        changes, divergences = {}, []
+        """The remix of each layer's keys, and how near attention came."""
+        remixes, divergences = {}, []
         with watch("fit keys to attention", len(fitted[0])) as step:
             for layer in fitted[0]:
-                changes[layer], before, after = fit_attention(
+                remixes[layer], before, after = fit_attention(
                     [text[layer].keys for text in fitted],
                     [text[layer].keys for text in held],
-                    rank=self.keys_rank,
                     steps=self.steps,
                     learning_rate=self.learning_rate,
                     seed=self.reading.seed,
@@ -133,7 +146,7 @@ class BehaviouralCalibration:
             "attention_kl_after": sum(a for _, a in divergences) / len(divergences),
             "layers_with_new_keys": float(sum(a < b for b, a in divergences)),
         }
-        return changes, report
+        return remixes, report
 
     def _values(
         self,
@@ -163,6 +176,18 @@ class BehaviouralCalibration:
                     best = torch.where(better[:, None, None], change, best)
                 changes[layer] = best.transpose(0, 1).flatten(1)
         return corrected(mapper, "values", codes, changes)
+
+
+def with_remixed_keys(
+    mapper: AffineMapper, remixes: Mapping[int, Float[Tensor, "features features"]]
+) -> AffineMapper:
+    """The mapper with its keys y of each layer become y + (y - mean) R, folded into the weights."""
+    weights = {}
+    for layer, remix in remixes.items():
+        group = group_of(mapper, "keys", layer)
+        weight = group.weight[:, columns_of(mapper, group, layer)].double()
+        weights[layer] = weight + weight @ remix.double()
+    return with_weights(mapper, "keys", weights)
 
 
 def _by_head(flat: Float[Tensor, "width outputs"], heads: int) -> Float[Tensor, "heads width dim"]:

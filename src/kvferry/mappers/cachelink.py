@@ -41,10 +41,10 @@ class CacheLink(OffersAnchors, MapperMethod):
         ridge: penalty as a share of the inputs' mean variance.
         key_metric: weigh errors of keys by what queries read; off keeps the ridge keys.
         metric_floor: least share of attention that a coordinate of a key is taken to have.
-        key_rank: of a further correction of keys by gradient, towards native attention, as in
-            :class:`HeteroFold`; 0 stays with closed forms.
-        steps, learning_rate: of that correction, see :func:`fit_attention`.
-        directions: leading directions of the inputs that corrections read.
+        behavioural_keys: then remix them by gradient, as in :class:`HeteroFold`; off stays with
+            closed forms.
+        steps, learning_rate: of that, see :func:`fit_attention`.
+        directions: leading directions of their inputs that corrections of values read.
         functional_values: regress attention outputs; off keeps the ridge values.
         pointwise: weight of the values themselves beside the outputs they make (mu), or "auto".
         attention: "translated" fits values to the mapped keys' attention, "native" to the target's.
@@ -58,7 +58,7 @@ class CacheLink(OffersAnchors, MapperMethod):
     ridge: float = 1e-3
     key_metric: bool = True
     metric_floor: float = 1e-3
-    key_rank: int = 0
+    behavioural_keys: bool = False
     steps: int = 300
     learning_rate: float = 2e-3
     functional_values: bool = True
@@ -84,7 +84,7 @@ class CacheLink(OffersAnchors, MapperMethod):
                 **self._anchors.rules(),
                 "ridge must not be negative": self.ridge >= 0,
                 "metric_floor must lie in 0..1, 0 excluded": 0 < self.metric_floor <= 1,
-                **self._behaviour.rules("key_rank"),
+                **self._behaviour.rules(),
                 "attention must be native or translated": self.attention
                 in ("native", "translated"),
             }
@@ -97,7 +97,7 @@ class CacheLink(OffersAnchors, MapperMethod):
     @property
     def _behaviour(self) -> BehaviouralCalibration:
         return BehaviouralCalibration(
-            keys_rank=self.key_rank,
+            keys=self.behavioural_keys,
             steps=self.steps,
             learning_rate=self.learning_rate,
             values=self.functional_values,
@@ -110,7 +110,7 @@ class CacheLink(OffersAnchors, MapperMethod):
     def fit(self, statistics: Statistics) -> AffineMapper:
         """Ridge, then keys from one reading of the passages, then values from another.
 
-        A correction of keys by gradient shares the reading of the values.
+        A remix of keys by gradient shares the reading of the values.
         """
         support = self._selector.support(statistics)
         anchors = self._anchors

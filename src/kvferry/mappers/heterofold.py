@@ -28,11 +28,11 @@ class HeteroFold(RecolouredMethod):
         recolour_metric: "whitened" as published, "raw" for least error at that covariance.
         recolour_keys, recolour_values: strength; 1 restores the receiver's covariance, "auto"
             takes for each layer what brings held-out attention outputs nearest to native ones.
-        behavioural_keys_rank: of the correction that brings attention back; 0 leaves it out.
-        steps, learning_rate: of that correction, see :func:`fit_attention`.
+        behavioural_keys: remix the keys of each layer until attention goes where it goes natively.
+        steps, learning_rate: of that, see :func:`fit_attention`.
         behavioural_values: correct values so that attention outputs come out right.
         pointwise: weight of the values themselves, see :class:`BehaviouralCalibration`.
-        directions: leading directions of the inputs that both corrections read.
+        directions: leading directions of their inputs that corrections of values read.
         passages, held_out, rows, seed: see :class:`Reading`.
         anchor_context, neighbours, native_layers: see :class:`AnchorReads`; off as published.
         planted_sinks: see :class:`AffineMapper`; off as published.
@@ -46,7 +46,7 @@ class HeteroFold(RecolouredMethod):
     recolour_metric: Metric = "whitened"
     recolour_keys: Strength = 1.0
     recolour_values: Strength = 1.0
-    behavioural_keys_rank: int = 0
+    behavioural_keys: bool = False
     steps: int = 300
     learning_rate: float = 2e-3
     behavioural_values: bool = False

@@ -25,7 +25,7 @@ class RecolouredMethod(OffersAnchors, MapperMethod):
     recolour_metric: Metric
     recolour_keys: Strength
     recolour_values: Strength
-    behavioural_keys_rank: int
+    behavioural_keys: bool
     steps: int
     learning_rate: float
     behavioural_values: bool
@@ -45,7 +45,7 @@ class RecolouredMethod(OffersAnchors, MapperMethod):
     @property
     def _behaviour(self) -> BehaviouralCalibration:
         return BehaviouralCalibration(
-            keys_rank=self.behavioural_keys_rank,
+            keys=self.behavioural_keys,
             steps=self.steps,
             learning_rate=self.learning_rate,
             values=self.behavioural_values,
@@ -68,7 +68,7 @@ class RecolouredMethod(OffersAnchors, MapperMethod):
     def fit(self, statistics: Statistics) -> AffineMapper:
         """Layers, ridge, recolouring; then keys, then values under those keys."""
         if undecided(self):
-            plain = replace(cast(Any, self), behavioural_keys_rank=0, behavioural_values=False)
+            plain = replace(cast(Any, self), behavioural_keys=False, behavioural_values=False)
             mapper = fit_chosen(plain, statistics)
             ridge = mapper.report.get("chosen_ridge", self.ridge)
         else:

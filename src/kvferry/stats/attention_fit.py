@@ -1,13 +1,12 @@
-"""Keys by where attention goes: a low-rank change of them that brings it back to the native one."""
+"""Keys by where attention goes: a remix of mapped keys that brings it back to the native one."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kvferry.lm.attention import RowQueries
@@ -24,7 +23,10 @@ class AttentionSample:
         ask: the queries.
         native: the target's own position-free keys, ``[kv_heads, tokens, dim]``.
         mapped: what a mapper gives in their place.
-        code: the inputs that a change may read, ``[tokens, width]``, zero where keys are native.
+        mean: of the mapped keys, heads side by side; it stays where it is.
+        fixed: tokens whose keys are native and stay so.
+        left_out: tokens that attention is compared without, each query in proportion to what it
+            has for the others.
 
     Half precision is enough to keep; products are in fp32.
     """
@@ -32,88 +34,101 @@ class AttentionSample:
     ask: RowQueries
     native: Float[Tensor, "kv_heads tokens dim"]
     mapped: Float[Tensor, "kv_heads tokens dim"]
-    code: Float[Tensor, "tokens width"]
+    mean: Float[Tensor, " features"]
+    fixed: Bool[Tensor, " tokens"]
+    left_out: Bool[Tensor, " tokens"]
 
     def attention(self) -> Float[Tensor, "query_heads rows tokens"]:
-        """Native attention: what to come near to."""
-        return self.ask.scores(self.native.float()).softmax(dim=-1)
+        """Native attention to the tokens that count: what to come near to."""
+        return self.ask.scores(self.native.float()).softmax(dim=-1).masked_fill(self.left_out, 0)
 
-    def changed(
-        self, change: Float[Tensor, "width features"] | None
+    def remixed(
+        self, remix: Float[Tensor, "features features"] | None
     ) -> Float[Tensor, "kv_heads tokens dim"]:
-        """Mapped keys plus code @ change."""
+        """Mapped keys plus their deviation from the mean times ``remix``."""
         keys = self.mapped.float()
-        if change is None:
+        if remix is None:
             return keys
-        heads, _, dim = keys.shape
-        return keys + (self.code.float() @ change).view(-1, heads, dim).transpose(0, 1)
+        heads, tokens, dim = keys.shape
+        deviation = keys.transpose(0, 1).flatten(1) - self.mean
+        change = deviation.masked_fill(self.fixed[:, None], 0) @ remix
+        return keys + change.view(tokens, heads, dim).transpose(0, 1)
 
     def divergence(
         self,
         wanted: Float[Tensor, "query_heads rows tokens"],
-        change: Float[Tensor, "width features"] | None = None,
+        remix: Float[Tensor, "features features"] | None = None,
     ) -> Float[Tensor, ""]:
-        """Mean KL(wanted || attention over mapped keys plus code @ change), in nats a query."""
+        """KL(wanted || attention over remixed keys), both of the tokens that count, in nats.
+
+        A mean over queries, each weighed by its native attention to these tokens.
+        """
+        mass = wanted.sum(dim=-1)
+        entropy: Tensor = torch.special.entr(wanted).sum() - torch.special.entr(mass).sum()
+        return self.cross_entropy(wanted, remix) - entropy / mass.numel()
+
+    def cross_entropy(
+        self,
+        wanted: Float[Tensor, "query_heads rows tokens"],
+        remix: Float[Tensor, "features features"] | None = None,
+    ) -> Float[Tensor, ""]:
+        """The divergence and the entropy of ``wanted``, which no remix changes."""
+        scores = self.ask.scores(self.remixed(remix)).masked_fill(self.left_out, -torch.inf)
+        got = scores.log_softmax(dim=-1)
         # Hidden keys have no weight, and an infinite logarithm.
-        got = (
-            self.ask.scores(self.changed(change)).log_softmax(dim=-1).masked_fill(wanted == 0, 0.0)
-        )
-        loss = wanted * (wanted.clamp(min=1e-30).log() - got)
-        return loss.sum(dim=-1).mean()
+        got = got.masked_fill(wanted == 0, 0.0)
+        gained: Tensor = torch.dot(wanted.flatten(), got.flatten()) / wanted[..., 0].numel()
+        return -gained
 
 
 def fit_attention(
     samples: Sequence[AttentionSample],
     held_out: Sequence[AttentionSample],
     *,
-    rank: int,
     steps: int,
     learning_rate: float,
     seed: int = 0,
-) -> tuple[Float[Tensor, "width features"], float, float]:
-    """The low-rank change A B of one layer's key map that attends as natively as it can.
+) -> tuple[Float[Tensor, "features features"], float, float]:
+    """The remix of one layer's mapped keys, all heads with all, that attends most natively.
 
-    AdamW with a cosine to zero, one text a step, from B = 0; what does best on the held-out texts
-    is kept, and that is no change at all where none does better. Queries are native, so layers are
-    independent, and no gradient passes through a language model.
+    AdamW with a cosine to zero, one text a step, from no change at all; what does best on the
+    held-out texts is kept, and that is no change where none does better. Queries are native, so
+    layers are independent, and no gradient passes through a language model. It has only
+    (KV heads x head dim)² numbers to learn: corrections that read more inputs learn the texts by
+    heart before they help.
 
     Args:
-        rank: columns of A.
-        learning_rate: of A and of B in units of the native keys' root mean square.
+        learning_rate: of the remix, which has no unit.
 
     Returns:
-        A B, and the held-out divergence before and after, in nats a query.
+        R for keys y + (y - mean) R, and the held-out divergence before and after, in nats a query.
     """
     wanted = [sample.attention() for sample in samples]
     judged = [sample.attention() for sample in held_out]
     generator = torch.Generator().manual_seed(seed)
-    scale = float(torch.stack([s.native.float().square().mean() for s in samples]).mean().sqrt())
-    heads, _, dim = samples[0].native.shape
-    code = samples[0].code
-    start = torch.randn(code.shape[1], rank, generator=generator) / math.sqrt(rank)
-    down = start.to(code.device).requires_grad_()
-    up = torch.zeros(rank, heads * dim, device=code.device, requires_grad=True)
-    optimiser = torch.optim.AdamW([down, up], lr=learning_rate, weight_decay=0.0)
+    features = len(samples[0].mean)
+    remix = torch.zeros(features, features, device=samples[0].mean.device, requires_grad=True)
+    optimiser = torch.optim.AdamW([remix], lr=learning_rate, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, max(steps, 1))
 
-    def judge(change: Tensor | None) -> float:
-        with torch.no_grad():
-            pairs = zip(held_out, judged, strict=True)
-            return float(torch.stack([s.divergence(w, change) for s, w in pairs]).mean())
+    @torch.no_grad()
+    def judge() -> float:
+        pairs = zip(held_out, judged, strict=True)
+        return float(torch.stack([s.divergence(w, remix) for s, w in pairs]).mean())
 
-    best, first = torch.zeros(code.shape[1], heads * dim, device=code.device), judge(None)
+    best, first = remix.detach().clone(), judge()
     least = first
     for step in range(steps):
         if step % len(samples) == 0:
             order = torch.randperm(len(samples), generator=generator).tolist()
         at = order[step % len(samples)]
-        loss = samples[at].divergence(wanted[at], down @ up * scale)
+        loss = samples[at].cross_entropy(wanted[at], remix)
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
         schedule.step()
-        if (step + 1) % max(steps // CHECKS, 1) == 0 or step == steps - 1:
-            change = (down @ up * scale).detach()
-            if (now := judge(change)) < least:
-                best, least = change, now
+        if ((step + 1) % max(steps // CHECKS, 1) == 0 or step == steps - 1) and (
+            now := judge()
+        ) < least:
+            best, least = remix.detach().clone(), now
     return best, first, least
