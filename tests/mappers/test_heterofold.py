@@ -270,8 +270,9 @@ def test_what_rests_on_sinks_is_not_for_keys_to_learn() -> None:
     mapper = replace(ends(statistics)[0], planted_sinks=1)
     text = next(read_mapped(mapper, statistics.observe(1), 8, 0))
     tokens, prefix = text.seen.target.tokens, set(range(text.seen.prefix))
-    for values in text.seen.target.values.values():
-        values[:, :, tokens // 2] = values[:, :, 0]
+    with torch.inference_mode():
+        for values in text.seen.target.values.values():
+            values[:, :, tokens // 2] = values[:, :, 0]
     sinks = set(surrogate_sinks(text.seen.target).nonzero().flatten().tolist()) - prefix
     assert tokens // 2 in sinks and len(sinks) < tokens // 2
     for layer, sample in layer_samples(mapper, text, {}).items():
