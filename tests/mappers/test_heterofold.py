@@ -12,6 +12,7 @@ import torch
 from kvferry.align.layers import relative_depth
 from kvferry.calibration.corpus import load_miniature
 from kvferry.calibration.replay import TextReplay
+from kvferry.errors import SettingsError
 from kvferry.lm.geometry import KVGeometry, LayerGeometry
 from kvferry.mappers.affine import AffineGroup, AffineMapper, sink_places
 from kvferry.mappers.anchors import AnchorReads
@@ -26,6 +27,7 @@ from kvferry.mappers.behaviour import (
 )
 from kvferry.mappers.behaviour_samples import layer_samples
 from kvferry.mappers.behavioural_fit import BehaviouralCalibration, with_remixed_keys
+from kvferry.mappers.correction import columns_of, group_of
 from kvferry.mappers.heterofold import HeteroFold
 from kvferry.mappers.layout import COMPONENTS, component_layout
 from kvferry.mappers.observation import Observation, ReplaySplit, surrogate_sinks
@@ -207,6 +209,21 @@ def test_a_folded_remix_is_what_was_fitted() -> None:
         assert moved > 0.1
         # Samples are kept in half precision.
         torch.testing.assert_close(content.keys[layer][0], wanted, atol=1e-2 * moved, rtol=1e-2)
+
+
+def test_key_gain_moves_keys_from_their_mean_and_nothing_else() -> None:
+    statistics = statistics_of("llama", "gemma3")
+    plain, far = (HeteroFold(key_gain=gain, window="all").fit(statistics) for gain in (1.0, 1.5))
+    seen = next(statistics.observe(1))
+    near, wide = (mapper.map(seen.inputs, [0] * 6) for mapper in (plain, far))
+    for layer in range(6):
+        group = group_of(plain, "keys", layer)
+        mean = group.output_mean[columns_of(plain, group, layer)]
+        first, second = (x.keys[layer][0].transpose(0, 1).flatten(1) - mean for x in (near, wide))
+        torch.testing.assert_close(second, 1.5 * first, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(near.values[layer], wide.values[layer])
+    with pytest.raises(SettingsError, match="key_gain"):
+        HeteroFold(key_gain=0.0)
 
 
 def test_without_text_to_judge_by_the_fitted_texts_judge(caplog: pytest.LogCaptureFixture) -> None:

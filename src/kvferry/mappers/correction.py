@@ -142,6 +142,15 @@ def corrected(
     return replace(mapper, groups=tuple(groups))
 
 
+def with_key_gain(mapper: AffineMapper, gain: float) -> AffineMapper:
+    """The mapper with its keys ``gain`` times as far from their mean."""
+    groups = (
+        replace(group, weight=gain * group.weight) if group.component == "keys" else group
+        for group in mapper.groups
+    )
+    return replace(mapper, groups=tuple(groups))
+
+
 def with_weights(
     mapper: AffineMapper,
     component: Component,

@@ -30,6 +30,7 @@ class HeteroFold(RecolouredMethod):
             takes for each layer what brings held-out attention outputs nearest to native ones.
         behavioural_keys: remix the keys of each layer until attention goes where it goes natively.
         steps, learning_rate: of that, see :func:`fit_attention`.
+        key_gain: at last, distance of keys from their mean, times what was fitted; 1 as published.
         behavioural_values: correct values so that attention outputs come out right.
         pointwise: weight of the values themselves, see :class:`BehaviouralCalibration`.
         directions: leading directions of their inputs that corrections of values read.
@@ -49,6 +50,7 @@ class HeteroFold(RecolouredMethod):
     behavioural_keys: bool = False
     steps: int = 300
     learning_rate: float = 2e-3
+    key_gain: float = 1.0
     behavioural_values: bool = False
     pointwise: Pointwise = "auto"
     directions: int = 256

@@ -11,6 +11,7 @@ from kvferry.mappers.anchors import OffersAnchors
 from kvferry.mappers.base import MapperMethod, Statistics, layer_reads
 from kvferry.mappers.behaviour import Reading
 from kvferry.mappers.behavioural_fit import BehaviouralCalibration, Pointwise
+from kvferry.mappers.correction import with_key_gain
 from kvferry.mappers.layout import COMPONENTS
 from kvferry.mappers.selection import LayerSelector
 from kvferry.mappers.strength import Strength, fit_recoloured, strength_rules
@@ -26,6 +27,7 @@ class RecolouredMethod(OffersAnchors, MapperMethod):
     recolour_keys: Strength
     recolour_values: Strength
     behavioural_keys: bool
+    key_gain: float
     steps: int
     learning_rate: float
     behavioural_values: bool
@@ -60,20 +62,22 @@ class RecolouredMethod(OffersAnchors, MapperMethod):
             **self._anchors.rules(),
             "ridge must be auto or at least 0": self.ridge == "auto" or self.ridge >= 0,
             **self._behaviour.rules(),
+            "key_gain must be positive": self.key_gain > 0,
             **strength_rules(
                 recolour_keys=self.recolour_keys, recolour_values=self.recolour_values
             ),
         }
 
     def fit(self, statistics: Statistics) -> AffineMapper:
-        """Layers, ridge, recolouring; then keys, then values under those keys."""
+        """Layers, ridge, recolouring; then keys, then values under those keys; then the gain."""
         if undecided(self):
             plain = replace(cast(Any, self), behavioural_keys=False, behavioural_values=False)
             mapper = fit_chosen(plain, statistics)
             ridge = mapper.report.get("chosen_ridge", self.ridge)
         else:
             mapper, ridge = self._recoloured(statistics), self.ridge
-        return self._behaviour.apply(statistics, mapper, float(ridge))
+        mapper = self._behaviour.apply(statistics, mapper, float(ridge))
+        return with_key_gain(mapper, self.key_gain)
 
     def _recoloured(self, statistics: Statistics) -> AffineMapper:
         support, anchors = self._selector.support(statistics), self._anchors
