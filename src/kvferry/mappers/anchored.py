@@ -37,7 +37,7 @@ class Anchored(RecolouredMethod):
             :class:`BehaviouralCalibration`. Keys are remixed on texts with something to recall,
             for a ridge map is fitted to be near its keys, not to have them found.
         key_gain: at last, distance of keys from their mean, times what was fitted: a mapped key is
-            uncertain, so attention over it spreads; a little sharper costs little and recalls more.
+            uncertain, so attention over it spreads; a little sharper recalls more, at some KL.
         passages, held_out, rows, copies, seed: of its reading, see :class:`Reading`.
     """
 
@@ -54,7 +54,7 @@ class Anchored(RecolouredMethod):
     behavioural_keys: bool = True
     steps: int = 300
     learning_rate: float = 2e-3
-    key_gain: float = 1.05
+    key_gain: float = 1.0
     behavioural_values: bool = False
     pointwise: Pointwise = "auto"
     directions: int = 256
