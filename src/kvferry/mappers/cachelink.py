@@ -48,7 +48,7 @@ class CacheLink(OffersAnchors, MapperMethod):
         functional_values: regress attention outputs; off keeps the ridge values.
         pointwise: weight of the values themselves beside the outputs they make (mu), or "auto".
         attention: "translated" fits values to the mapped keys' attention, "native" to the target's.
-        passages, held_out, rows, seed: see :class:`Reading`.
+        passages, held_out, rows, copies, seed: see :class:`Reading`.
         anchor_context, neighbours, native_layers: see :class:`AnchorReads`.
         planted_sinks: see :class:`AffineMapper`.
     """
@@ -68,6 +68,7 @@ class CacheLink(OffersAnchors, MapperMethod):
     passages: int = 32
     held_out: int = 8
     rows: int = 64
+    copies: bool = False
     seed: int = 0
     anchor_context: int = -1
     neighbours: bool = False
@@ -103,7 +104,7 @@ class CacheLink(OffersAnchors, MapperMethod):
             values=self.functional_values,
             pointwise=self.pointwise,
             directions=self.directions,
-            reading=Reading(self.passages, self.held_out, self.rows, self.seed),
+            reading=Reading(self.passages, self.held_out, self.rows, self.seed, self.copies),
             attention=self.attention,
         )
 

@@ -34,7 +34,7 @@ class HeteroFold(RecolouredMethod):
         behavioural_values: correct values so that attention outputs come out right.
         pointwise: weight of the values themselves, see :class:`BehaviouralCalibration`.
         directions: leading directions of their inputs that corrections of values read.
-        passages, held_out, rows, seed: see :class:`Reading`.
+        passages, held_out, rows, copies, seed: see :class:`Reading`.
         anchor_context, neighbours, native_layers: see :class:`AnchorReads`; off as published.
         planted_sinks: see :class:`AffineMapper`; off as published.
 
@@ -57,6 +57,7 @@ class HeteroFold(RecolouredMethod):
     passages: int = 24
     held_out: int = 8
     rows: int = 64
+    copies: bool = False
     seed: int = 0
     anchor_context: int = -1
     neighbours: bool = False
@@ -75,4 +76,4 @@ class HeteroFold(RecolouredMethod):
 
     @property
     def _reading(self) -> Reading:
-        return Reading(self.passages, self.held_out, self.rows, self.seed)
+        return Reading(self.passages, self.held_out, self.rows, self.seed, self.copies)
