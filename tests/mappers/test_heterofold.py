@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -14,6 +13,7 @@ from kvferry.calibration.corpus import load_miniature
 from kvferry.calibration.replay import TextReplay
 from kvferry.errors import SettingsError
 from kvferry.lm.geometry import KVGeometry, LayerGeometry
+from kvferry.mappers import behavioural_fit
 from kvferry.mappers.affine import AffineGroup, AffineMapper, sink_places
 from kvferry.mappers.anchors import AnchorReads
 from kvferry.mappers.base import Recolouring, Statistics, fit_affine, layer_reads
@@ -226,7 +226,7 @@ def test_key_gain_moves_keys_from_their_mean_and_nothing_else() -> None:
         HeteroFold(key_gain=0.0)
 
 
-def test_without_text_to_judge_by_the_fitted_texts_judge(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_text_to_judge_by_the_fitted_texts_judge(monkeypatch: pytest.MonkeyPatch) -> None:
     statistics = statistics_of("llama", "gemma3")
     replay = statistics.replay
     assert replay is not None
@@ -242,11 +242,11 @@ def test_without_text_to_judge_by_the_fitted_texts_judge(caplog: pytest.LogCaptu
             return replay.count(split) if split == "calibration" else 0
 
     method = HeteroFold(behavioural_keys=True, steps=20, passages=4, rows=16)
-    # A run keeps what the package logs to itself.
-    logging.getLogger(BehaviouralCalibration.__module__).addHandler(caplog.handler)
+    warned: list[str] = []
+    monkeypatch.setattr(behavioural_fit.log, "warning", warned.append)
     report = method.fit(replace(statistics, replay=CalibrationAlone())).report
     assert report["attention_kl_after"] < report["attention_kl_before"]
-    assert "No text is left to judge" in caplog.text
+    assert len(warned) == 1 and "No text is left to judge" in warned[0]
 
 
 def _divergence(mapper: AffineMapper, texts: list) -> torch.Tensor:  # type: ignore[type-arg]
