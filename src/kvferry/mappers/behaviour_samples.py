@@ -65,6 +65,7 @@ def layer_samples(mapper: AffineMapper, text: MappedText, codes: Codes) -> TextS
     for layer in mapped_layers(mapper):
         planted = torch.zeros_like(prefix)
         planted[planted_tokens(mapper, layer, native.tokens)] = True
+        fixed = prefix | planted
         group = group_of(mapper, "keys", layer)
         ask, keys, values = seen.queries[layer], native.keys[layer][0], native.values[layer][0]
         kept = ask.at(text.rows)
@@ -75,16 +76,14 @@ def layer_samples(mapper: AffineMapper, text: MappedText, codes: Codes) -> TextS
                 native=keys.half(),
                 mapped=text.content.keys[layer][0].half(),
                 mean=group.output_mean[columns_of(mapper, group, layer)],
-                fixed=prefix | planted,
+                fixed=fixed,
                 # Where attention rests that has no use for the text is not for keys to say.
                 left_out=sinks | planted,
             ),
             outputs=OutputSample(
                 wanted=ask.attend(text.rows, keys, values).half(),
                 values=text.content.values[layer][0].half(),
-                code=coded[group_of(mapper, "values", layer).blocks].masked_fill(
-                    (prefix | planted)[:, None], 0
-                ),
+                code=coded[group_of(mapper, "values", layer).blocks].masked_fill(fixed[:, None], 0),
             )
             if codes
             else None,
