@@ -25,9 +25,9 @@ from kvferry.mappers.behaviour import (
     query_rows,
     read_mapped,
 )
-from kvferry.mappers.behaviour_samples import layer_samples
+from kvferry.mappers.behaviour_samples import LayerSample, attended, layer_samples
 from kvferry.mappers.behavioural_fit import BehaviouralCalibration, with_remixed_keys
-from kvferry.mappers.correction import columns_of, group_of
+from kvferry.mappers.correction import columns_of, group_of, input_codes
 from kvferry.mappers.heterofold import HeteroFold
 from kvferry.mappers.layout import COMPONENTS, component_layout
 from kvferry.mappers.observation import Observation, ReplaySplit, surrogate_sinks
@@ -306,3 +306,25 @@ def test_rows_are_late_distinct_and_repeatable() -> None:
         assert torch.equal(rows, same) and len(set(rows.tolist())) == 8
         assert int(rows.min()) > seen.prefix and int(rows.max()) < seen.target.tokens
     assert not torch.equal(first[0][1], first[1][1])
+
+
+def test_values_at_tokens_left_out_count_for_nothing() -> None:
+    """A map cannot know which tokens are sinks: what it says there must not bend the rest."""
+    statistics = statistics_of("llama", "gemma3")
+    mapper = replace(ends(statistics)[0], planted_sinks=1)
+    text = next(read_mapped(mapper, statistics.observe(1), 8, 0))
+    codes = input_codes(statistics, mapper, "values", 8, 0)
+    sample = layer_samples(mapper, text, codes)
+    wild: dict[int, LayerSample] = {}
+    for layer, one in sample.items():
+        outputs, out = one.outputs, one.keys.left_out
+        assert outputs is not None
+        assert bool(out.any()) or mapper.target.layers[layer].window is None
+        values = torch.where(out[:, None], 9.0, outputs.values)
+        code = torch.where(out[:, None], 9.0, outputs.code)
+        wild[layer] = replace(one, outputs=replace(outputs, values=values, code=code))
+    for remixes in (None, {}):
+        calm, odd = attended([sample], remixes), attended([wild], remixes)
+        for layer, moments in calm.items():
+            torch.testing.assert_close(odd[layer].gram, moments.gram)
+            torch.testing.assert_close(odd[layer].cross, moments.cross)

@@ -107,3 +107,16 @@ def test_tokens_left_out_count_for_nothing() -> None:
     by_hand = wanted * ((wanted / mass) / given).log()
     expected = torch.where(wanted > 0, by_hand, 0.0).sum(dim=-1).mean()
     torch.testing.assert_close(alone.divergence(wanted), expected)
+
+
+def test_translated_attention_has_the_native_mass_of_the_tokens_that_count() -> None:
+    seen = sample(3)
+    out = torch.arange(TOKENS) == 5
+    alone = replace(seen, left_out=out)
+    given, native = alone.translated(None), alone.attention()
+    assert float(native.sum(dim=-1).mean()) < 0.99, "control: some rests on what is left out"
+    torch.testing.assert_close(given.sum(dim=-1), native.sum(dim=-1))
+    assert not bool(given[..., out].any()) and not torch.allclose(given, native, atol=1e-2)
+    torch.testing.assert_close(alone.translated(LAW), native, msg="LAW makes keys native")
+    whole = seen.ask.scores(seen.mapped).softmax(dim=-1)
+    torch.testing.assert_close(seen.translated(None), whole)

@@ -138,10 +138,7 @@ class QueryTrace:
         values: Float[Tensor, "kv_heads tokens dim"],
     ) -> Float[Tensor, "query_heads rows dim"]:
         """Attention output of the queries at ``rows``."""
-        weights = self.weights(rows, content)
-        groups = weights.shape[0] // values.shape[0]
-        grouped = weights.view(values.shape[0], groups, *weights.shape[1:])
-        return torch.einsum("hgrt,htd->hgrd", grouped, values.float()).flatten(0, 1)
+        return attention_output(self.weights(rows, content), values)
 
 
 @dataclass(frozen=True)
@@ -181,6 +178,16 @@ class RowQueries:
         if self.window is not None:
             hidden = hidden | (behind >= self.window)
         return scores.masked_fill(hidden, -torch.inf).flatten(0, 1)
+
+
+def attention_output(
+    weights: Float[Tensor, "query_heads rows tokens"],
+    values: Float[Tensor, "kv_heads tokens dim"],
+) -> Float[Tensor, "query_heads rows dim"]:
+    """Values as attention weighs them; neighbouring query heads share a KV head."""
+    heads = len(values)
+    grouped = weights.reshape(heads, -1, *weights.shape[1:])
+    return torch.einsum("hgrt,htd->hgrd", grouped, values.float()).flatten(0, 1)
 
 
 @contextmanager

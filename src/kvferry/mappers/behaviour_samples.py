@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvferry.lm.attention import attention_output
 from kvferry.mappers.affine import AffineMapper
 from kvferry.mappers.behaviour import MappedText, mapped_layers, planted_tokens
 from kvferry.mappers.correction import Blocks, InputCode, columns_of, group_of
@@ -25,7 +26,7 @@ class OutputSample:
     """What values are fitted to in one layer of one text.
 
     Args:
-        wanted: native attention outputs of the layer's queries.
+        wanted: native attention outputs of the layer's queries, from the tokens that count.
         values: mapped.
         code: the inputs that a change of values may read, zero where values are native.
     """
@@ -70,18 +71,19 @@ def layer_samples(mapper: AffineMapper, text: MappedText, codes: Codes) -> TextS
         ask, keys, values = seen.queries[layer], native.keys[layer][0], native.values[layer][0]
         kept = ask.at(text.rows)
         cos, sin = (tables.setdefault(id(t), t.clone()) for t in (kept.cos, kept.sin))
+        attention = AttentionSample(
+            ask=replace(kept, queries=kept.queries.half(), cos=cos, sin=sin),
+            native=keys.half(),
+            mapped=text.content.keys[layer][0].half(),
+            mean=group.output_mean[columns_of(mapper, group, layer)],
+            fixed=fixed,
+            # Where attention rests that has no use for the text is not for a map to say.
+            left_out=sinks | planted,
+        )
         found[layer] = LayerSample(
-            keys=AttentionSample(
-                ask=replace(kept, queries=kept.queries.half(), cos=cos, sin=sin),
-                native=keys.half(),
-                mapped=text.content.keys[layer][0].half(),
-                mean=group.output_mean[columns_of(mapper, group, layer)],
-                fixed=fixed,
-                # Where attention rests that has no use for the text is not for keys to say.
-                left_out=sinks | planted,
-            ),
+            keys=attention,
             outputs=OutputSample(
-                wanted=ask.attend(text.rows, keys, values).half(),
+                wanted=attention_output(attention.attention(), values).half(),
                 values=text.content.values[layer][0].half(),
                 code=coded[group_of(mapper, "values", layer).blocks].masked_fill(fixed[:, None], 0),
             )
@@ -108,9 +110,7 @@ def attended(
             heads, _, dim = outputs.values.shape
             if layer not in found:
                 found[layer] = AttendedMoments(heads, outputs.code.shape[1], dim)
-            content = keys.native.float() if remixes is None else keys.remixed(remixes.get(layer))
-            weights = keys.ask.scores(content).softmax(dim=-1)
-            values = outputs.values.float().repeat_interleave(len(weights) // heads, dim=0)
-            left = outputs.wanted.float() - weights @ values
+            weights = keys.attention() if remixes is None else keys.translated(remixes.get(layer))
+            left = outputs.wanted.float() - attention_output(weights, outputs.values)
             found[layer].update(weights @ outputs.code.float(), left)
     return found

@@ -42,6 +42,14 @@ class AttentionSample:
         """Native attention to the tokens that count: what to come near to."""
         return self.ask.scores(self.native.float()).softmax(dim=-1).masked_fill(self.left_out, 0)
 
+    def translated(
+        self, remix: Float[Tensor, "features features"] | None
+    ) -> Float[Tensor, "query_heads rows tokens"]:
+        """Attention over remixed keys to the tokens that count, as much in all as natively."""
+        mass = self.attention().sum(dim=-1, keepdim=True)
+        scores = self.ask.scores(self.remixed(remix)).masked_fill(self.left_out, -torch.inf)
+        return mass * scores.softmax(dim=-1)
+
     def remixed(
         self, remix: Float[Tensor, "features features"] | None
     ) -> Float[Tensor, "kv_heads tokens dim"]:
