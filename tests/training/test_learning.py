@@ -84,7 +84,7 @@ def test_the_gradient_of_the_answers_is_that_of_small_changes() -> None:
     trace = traces_of("llama", "gemma3", 2)[1]
     prefix = inference_free(Handoff(reader, mapper).prefix)
     generator = torch.Generator().manual_seed(0)
-    questions = draw_questions(trace.tokens.target_ids, prefix.tokens, SMALL._aim, generator)
+    questions = draw_questions(trace.tokens.target_ids, prefix.tokens, SMALL._generation, generator)
     inputs, native = context_inputs(trace, questions.context)
     with torch.no_grad():
         wanted = ask(reader.target, native_context(mapper, native), questions)
@@ -196,6 +196,18 @@ MLPS = MLP(
     held_out=2,
     validate_every=4,
 )
+
+
+def test_an_mlp_learns_through_the_target_too(tmp_path: Path) -> None:
+    """From its start, and the start's loss is what it is judged by, not its own first steps'."""
+    through = replace(MLPS, aim="generation", start=SMALL.start, shortest_context=32)
+    through = replace(through, training_steps=24, validate_every=8, learning_rate=3e-3)
+    report = through.fit(learnable("gemma3", "llama", tmp_path / "mlp")).report
+    residual = replace(SMALL, training_steps=1, passages=1, validate_every=1)
+    other = residual.fit(learnable("gemma3", "llama", tmp_path / "mobility")).report
+    assert report["generation_loss_before"] == pytest.approx(other["generation_loss_before"])
+    assert report["generation_loss_after"] < report["generation_loss_before"]
+    assert not any(name.startswith("reconstruction") for name in report)
 
 
 @pytest.mark.parametrize("method", [SMALL, MLPS], ids=["the state as a whole", "layer by layer"])

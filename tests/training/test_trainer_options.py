@@ -84,7 +84,7 @@ def test_checkpointing_keeps_less_of_the_forward_pass(tmp_path: Path) -> None:
     for checkpointed in (False, True):
         mapper = untrained("llama", "gemma3")
         material = replace(learner.material, gradient_checkpointing=checkpointed)
-        module = GenerationModule(mapper, SMALL._aim, material)
+        module = GenerationModule(mapper, SMALL._generation, material)
         size = [0]
 
         def pack(x: torch.Tensor, size: list[int] = size) -> torch.Tensor:

@@ -140,6 +140,41 @@ class Generation(Aim):
         return makers.generation(self)
 
 
+class OffersGeneration(OffersSchedule):
+    """A method whose settings also weigh what its network learns from what the target says."""
+
+    continuation: float
+    recall: float
+    text: float
+    pointwise: float
+    attention: float
+    recall_spans: int
+    shortest_context: int
+
+    @property
+    def _generation(self) -> Generation:
+        return Generation(
+            self._schedule,
+            shortest_context=self.shortest_context,
+            recall_spans=self.recall_spans,
+            continuation=self.continuation,
+            recall=self.recall,
+            text=self.text,
+            pointwise=self.pointwise,
+            attention=self.attention,
+        )
+
+    def _generation_rules(self) -> dict[str, bool]:
+        """What these settings must be, and whether they are."""
+        weights = self.continuation, self.recall, self.text, self.pointwise, self.attention
+        return {
+            "recall_spans must not be negative": self.recall_spans >= 0,
+            "continuation, recall, text, pointwise and attention must not be negative, "
+            "nor all be zero": min(weights) >= 0 < max(weights),
+            "shortest_context must be at least 2": self.shortest_context >= 2,
+        }
+
+
 @dataclass(frozen=True)
 class Reconstruction(Aim):
     """Learn the target's own content: squared error as a share of each KV head's variance.

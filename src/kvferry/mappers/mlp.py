@@ -21,7 +21,13 @@ from kvferry.mappers.base import (
 from kvferry.mappers.behaviour import Reading, attention_error
 from kvferry.mappers.full_head_ridge import FullHeadRidge
 from kvferry.mappers.layout import COMPONENTS
-from kvferry.mappers.learning import LayerJudge, OffersSchedule, Reconstruction, Schedule
+from kvferry.mappers.learning import (
+    Aim,
+    LayerJudge,
+    OffersGeneration,
+    Reconstruction,
+    Schedule,
+)
 from kvferry.mappers.mapper import Mapper
 from kvferry.mappers.mlp_refiner import MLPRefiner
 from kvferry.mappers.refined import RefinedMapper
@@ -30,7 +36,7 @@ from kvferry.mappers.sites import Site
 
 
 @dataclass(frozen=True)
-class MLP(OffersSchedule, MapperMethod):
+class MLP(OffersGeneration, MapperMethod):
     """An MLP for every target layer, from all heads of the source layers that explain it best.
 
     Args:
@@ -39,12 +45,17 @@ class MLP(OffersSchedule, MapperMethod):
             normalised, its last layer zero at first, and each target layer in that state in which
             its held-out attention outputs came out best, the start among them.
         start: the affine method that the residual form begins with.
+        aim: "reconstruction" as published: the target's own keys and values. "generation", ours:
+            what the target says on the mapped cache, in the one state of least held-out loss.
         source_layers, selector: what the MLP reads, see :class:`LayerSelector`.
         anchor_context, neighbours: what it reads besides, see :class:`AnchorReads`.
         hidden: width of both hidden layers.
         per_head: hidden layers for each KV head, as published; else heads of a layer share them.
-        tokens: length of the stretch of a text that a step learns from; 0: the whole text.
-        rows: queries of each held-out text that judge a layer.
+        tokens: length of the stretch of a text that a step reconstructs; 0: the whole text.
+        rows: queries of each held-out text that judge a layer of the residual form.
+        continuation, recall, text, pointwise, attention: weights of the parts of the loss of
+            generation.
+        recall_spans, shortest_context: see :class:`Generation`.
         training_steps, learning_rate, warmup, weight_decay, passages, held_out, validate_every,
         patience, seed: see :class:`Schedule`.
 
@@ -53,6 +64,7 @@ class MLP(OffersSchedule, MapperMethod):
 
     form: Literal["residual", "plain"] = "residual"
     start: MapperMethod = field(default_factory=FullHeadRidge)
+    aim: Literal["reconstruction", "generation"] = "reconstruction"
     source_layers: LayerCount = 4
     selector: Selector = "r2"
     anchor_context: int = -1
@@ -61,6 +73,13 @@ class MLP(OffersSchedule, MapperMethod):
     per_head: bool = False
     tokens: int = 256
     rows: int = 64
+    continuation: float = 2.0
+    recall: float = 1.0
+    text: float = 0.0
+    pointwise: float = 0.0
+    attention: float = 0.5
+    recall_spans: int = 4
+    shortest_context: int = 256
     training_steps: int = 600
     learning_rate: float = 1e-3
     warmup: int = 20
@@ -80,6 +99,9 @@ class MLP(OffersSchedule, MapperMethod):
                 **LayerSelector(self.selector, self.source_layers).rules(),
                 **self._anchors.rules(),
                 **self._schedule.rules(),
+                **self._generation_rules(),
+                "aim must be reconstruction or generation": self.aim
+                in ("reconstruction", "generation"),
                 "form must be residual or plain": self.form in ("residual", "plain"),
                 "hidden and rows must be at least 1": min(self.hidden, self.rows) >= 1,
                 "tokens must not be negative": self.tokens >= 0,
@@ -126,9 +148,13 @@ class MLP(OffersSchedule, MapperMethod):
             )
         refiner.measure(statistics)
         refiner = refiner.to(statistics.moments["keys"].device)
-        judge = self._judge(statistics) if residual else None
-        aim = Reconstruction(self._schedule, tokens=self.tokens, judge=judge)
-        return statistics.learned(RefinedMapper(base, refiner), aim)
+        return statistics.learned(RefinedMapper(base, refiner), self._aim(statistics))
+
+    def _aim(self, statistics: Statistics) -> Aim:
+        if self.aim == "generation":
+            return self._generation
+        judge = self._judge(statistics) if self.form == "residual" else None
+        return Reconstruction(self._schedule, tokens=self.tokens, judge=judge)
 
     def _sites(self, statistics: Statistics, native_layers: int) -> list[Site]:
         support = LayerSelector(self.selector, self.source_layers).support(statistics)

@@ -14,13 +14,13 @@ from kvferry.mappers.anchored import Anchored
 from kvferry.mappers.base import MapperMethod, Statistics, output_columns, require
 from kvferry.mappers.gated_residual import GatedResidual
 from kvferry.mappers.layout import ALL_HEADS, COMPONENTS, Component, FeatureBlock
-from kvferry.mappers.learning import Generation, OffersSchedule, Schedule
+from kvferry.mappers.learning import OffersGeneration, Schedule
 from kvferry.mappers.refined import RefinedMapper
 from kvferry.stats.directions import predictive_directions, whitened_directions
 
 
 @dataclass(frozen=True)
-class Mobility(OffersSchedule, MapperMethod):
+class Mobility(OffersGeneration, MapperMethod):
     """A gated low-rank residual on an affine map, learned through the frozen target.
 
     The context-reuse layer (arXiv 2608.30963) names the goal: a transport that need not match the
@@ -67,7 +67,6 @@ class Mobility(OffersSchedule, MapperMethod):
     reference_url: ClassVar[str] = "https://arxiv.org/abs/2608.30963"
 
     def __post_init__(self) -> None:
-        weights = self.continuation, self.recall, self.text, self.pointwise, self.attention
         require(
             {
                 **self._schedule.rules(),
@@ -75,11 +74,8 @@ class Mobility(OffersSchedule, MapperMethod):
                     self.rank, self.directions, self.kernel, self.width
                 )
                 >= 1,
-                "mixers and recall_spans must not be negative": min(self.mixers, self.recall_spans)
-                >= 0,
-                "continuation, recall, text, pointwise and attention must not be negative, "
-                "nor all be zero": min(weights) >= 0 < max(weights),
-                "shortest_context must be at least 2": self.shortest_context >= 2,
+                "mixers must not be negative": self.mixers >= 0,
+                **self._generation_rules(),
             }
         )
 
@@ -87,19 +83,6 @@ class Mobility(OffersSchedule, MapperMethod):
     def schedules(self) -> tuple[Schedule, ...]:
         """See :class:`MapperMethod`."""
         return (self._schedule,)
-
-    @property
-    def _aim(self) -> Generation:
-        return Generation(
-            self._schedule,
-            shortest_context=self.shortest_context,
-            recall_spans=self.recall_spans,
-            continuation=self.continuation,
-            recall=self.recall,
-            text=self.text,
-            pointwise=self.pointwise,
-            attention=self.attention,
-        )
 
     def native_depth(self, target: KVGeometry) -> int:
         """That of the start."""
@@ -115,7 +98,7 @@ class Mobility(OffersSchedule, MapperMethod):
         with torch.random.fork_rng():
             torch.manual_seed(self.seed)
             refiner = self._residual(statistics, base)
-        return statistics.learned(RefinedMapper(base, refiner), self._aim)
+        return statistics.learned(RefinedMapper(base, refiner), self._generation)
 
     def _residual(self, statistics: Statistics, base: AffineMapper) -> GatedResidual:
         codes = {c: self._code(statistics, base, c) for c in COMPONENTS}
