@@ -17,6 +17,7 @@ from kvferry.mappers.heterofold import HeteroFold
 from kvferry.mappers.mapper import Mapper
 from kvferry.mappers.mlp import MLP
 from kvferry.mappers.mobility import Mobility
+from kvferry.mappers.polished import Polished
 from tests.pairs import learnable
 
 # "random" is a control, yet saved, loaded and handed over like any other.
@@ -78,6 +79,16 @@ METHODS: dict[str, MapperMethod] = {
         directions=8,
         width=8,
         kernel=2,
+        training_steps=2,
+        passages=2,
+        held_out=1,
+        validate_every=2,
+        shortest_context=32,
+    ),
+    "polished": Polished(
+        start=Anchored(native_layers=2, behavioural_keys=False),
+        rank=2,
+        directions=8,
         training_steps=2,
         passages=2,
         held_out=1,

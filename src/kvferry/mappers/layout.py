@@ -78,7 +78,7 @@ class FeatureLayout:
             InputError: a block that this layout was not calibrated with.
         """
         wanted = list(blocks)
-        missing = [block for block in wanted if self._whole(block) not in self.slices]
+        missing = [block for block in wanted if self.whole(block) not in self.slices]
         if missing:
             raise InputError(
                 "The calibration statistics lack features that this mapper reads.",
@@ -89,7 +89,8 @@ class FeatureLayout:
             [self._columns(block) for block in wanted] or [torch.empty(0, dtype=torch.long)]
         )
 
-    def _whole(self, block: FeatureBlock) -> FeatureBlock:
+    def whole(self, block: FeatureBlock) -> FeatureBlock:
+        """The block of all heads that ``block`` is part of."""
         if block.head == ALL_HEADS:
             return block
         return self._sources.get((block.component, block.index), block)
@@ -99,7 +100,7 @@ class FeatureLayout:
         return {(b.component, b.index): b for b in self.of_kind("source")}
 
     def _columns(self, block: FeatureBlock) -> Int64[Tensor, " columns"]:
-        place = self.slices[self._whole(block)]
+        place = self.slices[self.whole(block)]
         columns = torch.arange(place.start, place.stop)
         if block.head == ALL_HEADS:
             return columns

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field
 from typing import ClassVar
 
 import torch
 
 from kvferry.lm.geometry import KVGeometry
-from kvferry.mappers.affine import AffineMapper
+from kvferry.mappers.affine import AffineGroup, AffineMapper
 from kvferry.mappers.affine_start import affine_start
 from kvferry.mappers.anchored import Anchored
 from kvferry.mappers.base import MapperMethod, Statistics, output_columns, require
+from kvferry.mappers.foldable import group_outputs
 from kvferry.mappers.gated_residual import GatedResidual
-from kvferry.mappers.layout import ALL_HEADS, COMPONENTS, Component, FeatureBlock
+from kvferry.mappers.layout import COMPONENTS, Component, FeatureBlock, FeatureLayout
 from kvferry.mappers.learning import OffersGeneration, Schedule
 from kvferry.mappers.refined import RefinedMapper
 from kvferry.stats.directions import predictive_directions, whitened_directions
@@ -127,20 +129,19 @@ class Mobility(OffersGeneration, MapperMethod):
     ) -> tuple[tuple[FeatureBlock, ...], torch.Tensor, torch.Tensor]:
         """Half of the directions by what the start makes of them, half by how much they vary."""
         layout, moments = statistics.layouts[component], statistics.moments[component]
-        groups = [g for g in base.groups if g.component == component and g.head == ALL_HEADS]
-        common = set.intersection(*({*group.blocks} for group in groups))
-        blocks = tuple(block for block in layout.blocks if block in common)
-        part = moments.select(layout.columns(blocks), slice(0, 1))
+        groups = [g for g in base.groups if g.component == component]
+        blocks = _read_in_every_window(base, groups, layout)
+        columns = layout.columns(blocks)
+        row_of = torch.full((layout.width,), -1)
+        row_of[columns] = torch.arange(len(columns))
+        part = moments.select(columns, slice(0, 1))
         scaled = []
         for group in groups:
-            places = _places(group.blocks, blocks)
-            rows = torch.cat([torch.arange(place.start, place.stop) for place in places])
-            widths = [statistics.target.widths[layer] for layer in group.target_layers]
-            parts = torch.split(group.weight[rows], widths, dim=1)
-            scaled += [
-                w / statistics.variance(component, layer) ** 0.5
-                for w, layer in zip(parts, group.target_layers, strict=True)
-            ]
+            rows = row_of[layout.columns(group.blocks)].to(group.weight.device)
+            for layer, outputs in group_outputs(base, group):
+                told = group.weight.new_zeros(len(columns), outputs.stop - outputs.start)
+                told[rows[rows >= 0]] = group.weight[rows >= 0, outputs]
+                scaled.append(told / statistics.variance(component, layer) ** 0.5)
         told = predictive_directions(
             part.scatter_xx, part.weight, torch.cat(scaled, dim=1), self.directions // 2, self.seed
         )
@@ -150,10 +151,13 @@ class Mobility(OffersGeneration, MapperMethod):
         return blocks, part.mean_x, torch.cat([told, varied], dim=1)
 
 
-def _places(blocks: tuple[FeatureBlock, ...], wanted: tuple[FeatureBlock, ...]) -> list[slice]:
-    """Rows of ``wanted`` in a weight whose inputs are ``blocks``."""
-    starts, at = {}, 0
-    for block in blocks:
-        starts[block] = slice(at, at + block.width)
-        at += block.width
-    return [starts[block] for block in wanted]
+def _read_in_every_window(
+    base: AffineMapper, groups: Sequence[AffineGroup], layout: FeatureLayout
+) -> tuple[FeatureBlock, ...]:
+    """Whole blocks that some map reads whatever its window: only those are there at every token."""
+    by_window: dict[int | None, set[FeatureBlock]] = {}
+    for group in groups:
+        window = base.target.layers[group.target_layers[0]].window
+        by_window.setdefault(window, set()).update(layout.whole(b) for b in group.blocks)
+    everywhere = set.intersection(*by_window.values())
+    return tuple(block for block in layout.blocks if block in everywhere)

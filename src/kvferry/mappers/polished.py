@@ -1,0 +1,110 @@
+"""An affine map polished end to end through the frozen target, and affine again when it is done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+import torch
+
+from kvferry.lm.geometry import KVGeometry
+from kvferry.mappers.affine import AffineMapper
+from kvferry.mappers.affine_start import affine_start
+from kvferry.mappers.anchored import Anchored
+from kvferry.mappers.base import MapperMethod, Statistics, require
+from kvferry.mappers.foldable import FoldableResidual, foldable_residual
+from kvferry.mappers.layout import COMPONENTS
+from kvferry.mappers.learning import OffersGeneration, Schedule
+from kvferry.mappers.refined import RefinedMapper
+from kvferry.stats.directions import whitened_directions
+
+
+@dataclass(frozen=True)
+class Polished(OffersGeneration, MapperMethod):
+    """Any affine map, its weights moved by what the target says on the mapped cache.
+
+    The loss is that of context mobility; what is learned is a change of each layer's weights that
+    folds: the mapper has the size and the speed of its start.
+
+    Args:
+        start: the affine method that is fitted first.
+        rank: of the change in the inputs of each layer, keys and values apart; 0 only mixes what
+            the start predicts.
+        directions: leading directions of the inputs that this change may read.
+        training_steps, learning_rate, warmup, weight_decay, passages, held_out, validate_every,
+        patience, seed: see :class:`Schedule`.
+        continuation, recall, text, pointwise, attention: weights of the parts of the loss.
+        recall_spans, shortest_context: see :class:`Generation`.
+    """
+
+    start: MapperMethod = field(default_factory=Anchored)
+    rank: int = 16
+    directions: int = 256
+    training_steps: int = 200
+    learning_rate: float = 7e-4
+    warmup: int = 20
+    weight_decay: float = 0.0
+    passages: int = 96
+    held_out: int = 8
+    validate_every: int = 50
+    patience: int = 0
+    continuation: float = 2.0
+    recall: float = 1.0
+    text: float = 0.0
+    pointwise: float = 0.0
+    attention: float = 0.5
+    recall_spans: int = 4
+    shortest_context: int = 256
+    seed: int = 0
+
+    pretty_name: ClassVar[str] = "Polished (ours)"
+    reference_url: ClassVar[str] = "https://github.com/kvferry/kvferry"
+
+    def __post_init__(self) -> None:
+        require(
+            {
+                **self._schedule.rules(),
+                "rank must not be negative": self.rank >= 0,
+                "directions must be at least 1": self.directions >= 1,
+                **self._generation_rules(),
+            }
+        )
+
+    @property
+    def schedules(self) -> tuple[Schedule, ...]:
+        """See :class:`MapperMethod`."""
+        return (self._schedule,)
+
+    def native_depth(self, target: KVGeometry) -> int:
+        """That of the start."""
+        return self.start.native_depth(target)
+
+    def fit(self, statistics: Statistics) -> AffineMapper:
+        """The start, then the change, folded into it.
+
+        Raises:
+            ConfigurationError: the start is not affine.
+        """
+        affine = affine_start(self.start, statistics, "A polish")
+        with torch.random.fork_rng():
+            torch.manual_seed(self.seed)
+            refiner = self._residual(statistics, affine)
+        learned = statistics.learned(RefinedMapper(affine, refiner), self._generation)
+        assert isinstance(learned.refiner, FoldableResidual)
+        return replace(learned.refiner.folded(affine), report=learned.report)
+
+    def _residual(self, statistics: Statistics, affine: AffineMapper) -> FoldableResidual:
+        scales = {
+            (component, layer): statistics.variance(component, layer) ** 0.5
+            for component in COMPONENTS
+            for layer in range(len(statistics.target.layers))
+        }
+        codes = {}
+        read = {(g.component, g.blocks): None for g in affine.groups} if self.rank else {}
+        for component, blocks in read:
+            layout, moments = statistics.layouts[component], statistics.moments[component]
+            part = moments.select(layout.columns(blocks), slice(0, 1))
+            codes[component, blocks] = whitened_directions(
+                part.scatter_xx, part.weight, self.directions, self.seed
+            )
+        return foldable_residual(affine, scales, codes, self.rank)
