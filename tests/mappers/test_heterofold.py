@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import get_args
 
 import pytest
 import torch
@@ -30,9 +31,36 @@ from kvferry.mappers.behavioural_fit import BehaviouralCalibration, with_remixed
 from kvferry.mappers.correction import columns_of, group_of, input_codes
 from kvferry.mappers.heterofold import HeteroFold
 from kvferry.mappers.layout import COMPONENTS, component_layout
-from kvferry.mappers.observation import Observation, ReplaySplit, surrogate_sinks
+from kvferry.mappers.observation import Observation, Replay, ReplaySplit, surrogate_sinks
 from kvferry.mappers.strength import GRID, blend, choose_strengths
 from tests.pairs import TOKENS, reader_of, statistics_of
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A replay that keeps a record of what it was asked for, and may lack some splits."""
+
+    replay: Replay
+    splits: tuple[ReplaySplit, ...]
+    readings: list[ReplaySplit] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls, statistics: Statistics, splits: tuple[ReplaySplit, ...] = get_args(ReplaySplit)
+    ) -> Watched:
+        assert statistics.replay is not None
+        return cls(statistics.replay, splits)
+
+    def __call__(
+        self, passages: int, split: ReplaySplit = "calibration", *, copies: bool = False
+    ) -> Iterator[Observation]:
+        assert split in self.splits
+        self.readings.append(split)
+        return self.replay(passages, split, copies=copies)
+
+    def count(self, split: ReplaySplit) -> int:
+        return self.replay.count(split) if split in self.splits else 0
+
 
 PUBLISHED = {"Llama-3.1-8B": (32, 201.3), "Qwen3-4B": (36, 226.5), "Ministral-3-14B": (40, 251.7)}
 """Depths of the published configurations, all with 8 KV heads of 128; millions of weights."""
@@ -158,22 +186,10 @@ def test_calibration_brings_behaviour_back(source: str, target: str) -> None:
 def test_one_reading_serves_keys_and_values() -> None:
     """As if values had been fitted from a reading of their own, but for half precision."""
     statistics = with_texts(statistics_of("llama", "gemma3"), "llama", "gemma3")
-    readings: list[ReplaySplit] = []
-    replay = statistics.replay
-    assert replay is not None
-
-    class Counting:
-        def __call__(
-            self, passages: int, split: ReplaySplit = "calibration", *, copies: bool = False
-        ) -> Iterator[Observation]:
-            readings.append(split)
-            return replay(passages, split, copies=copies)
-
-        def count(self, split: ReplaySplit) -> int:
-            return replay.count(split)
-
-    watched = replace(statistics, replay=Counting())
-    _, start = ends(watched)
+    watched = Watched.of(statistics)
+    readings = watched.readings
+    counted = replace(statistics, replay=watched)
+    _, start = ends(counted)
     both = BehaviouralCalibration(
         keys=True,
         steps=40,
@@ -183,10 +199,10 @@ def test_one_reading_serves_keys_and_values() -> None:
         directions=16,
         reading=Reading(passages=8, held_out=2, rows=32),
     )
-    once = both.apply(watched, start, 1e-3)
+    once = both.apply(counted, start, 1e-3)
     assert readings == ["calibration", "selection"]
-    keys_first = replace(both, values=False).apply(watched, start, 1e-3)
-    after = replace(both, keys=False).apply(watched, keys_first, 1e-3)
+    keys_first = replace(both, values=False).apply(counted, start, 1e-3)
+    after = replace(both, keys=False).apply(counted, keys_first, 1e-3)
     assert len(readings) == 6
     moved: dict[str, float] = {"keys": 0.0, "values": 0.0}
     for mine, theirs, before in zip(once.groups, after.groups, start.groups, strict=True):
@@ -228,23 +244,11 @@ def test_key_gain_moves_keys_from_their_mean_and_nothing_else() -> None:
 
 def test_without_text_to_judge_by_the_fitted_texts_judge(monkeypatch: pytest.MonkeyPatch) -> None:
     statistics = statistics_of("llama", "gemma3")
-    replay = statistics.replay
-    assert replay is not None
-
-    class CalibrationAlone:
-        def __call__(
-            self, passages: int, split: ReplaySplit = "calibration", *, copies: bool = False
-        ) -> Iterator[Observation]:
-            assert split == "calibration"
-            return replay(passages, split, copies=copies)
-
-        def count(self, split: ReplaySplit) -> int:
-            return replay.count(split) if split == "calibration" else 0
-
+    alone = Watched.of(statistics, splits=("calibration",))
     method = HeteroFold(behavioural_keys=True, steps=20, passages=4, rows=16)
     warned: list[str] = []
     monkeypatch.setattr(behavioural_fit.log, "warning", warned.append)
-    report = method.fit(replace(statistics, replay=CalibrationAlone())).report
+    report = method.fit(replace(statistics, replay=alone)).report
     assert report["attention_kl_after"] < report["attention_kl_before"]
     assert len(warned) == 1 and "No text is left to judge" in warned[0]
 
