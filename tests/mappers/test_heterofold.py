@@ -36,6 +36,10 @@ from kvferry.mappers.strength import GRID, blend, choose_strengths
 from tests.pairs import TOKENS, reader_of, statistics_of
 
 
+PUBLISHED = {"Llama-3.1-8B": (32, 201.3), "Qwen3-4B": (36, 226.5), "Ministral-3-14B": (40, 251.7)}
+"""Depths of the published configurations, all with 8 KV heads of 128; millions of weights."""
+
+
 @dataclass(frozen=True)
 class Watched:
     """A replay that keeps a record of what it was asked for, and may lack some splits."""
@@ -60,10 +64,6 @@ class Watched:
 
     def count(self, split: ReplaySplit) -> int:
         return self.replay.count(split) if split in self.splits else 0
-
-
-PUBLISHED = {"Llama-3.1-8B": (32, 201.3), "Qwen3-4B": (36, 226.5), "Ministral-3-14B": (40, 251.7)}
-"""Depths of the published configurations, all with 8 KV heads of 128; millions of weights."""
 
 
 def geometry(depth: int, kv_heads: int = 8, head_dim: int = 128) -> KVGeometry:
