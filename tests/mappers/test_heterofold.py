@@ -35,7 +35,6 @@ from kvferry.mappers.observation import Observation, Replay, ReplaySplit, surrog
 from kvferry.mappers.strength import GRID, blend, choose_strengths
 from tests.pairs import TOKENS, reader_of, statistics_of
 
-
 PUBLISHED = {"Llama-3.1-8B": (32, 201.3), "Qwen3-4B": (36, 226.5), "Ministral-3-14B": (40, 251.7)}
 """Depths of the published configurations, all with 8 KV heads of 128; millions of weights."""
 
