@@ -75,7 +75,7 @@ class MLP(OffersGeneration, MapperMethod):
     rows: int = 64
     continuation: float = 2.0
     recall: float = 1.0
-    text: float = 0.0
+    text: float = 1.0
     pointwise: float = 0.0
     attention: float = 0.5
     recall_spans: int = 4

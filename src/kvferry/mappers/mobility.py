@@ -28,7 +28,8 @@ class Mobility(OffersGeneration, MapperMethod):
     The context-reuse layer (arXiv 2608.30963) names the goal: a transport that need not match the
     cache element by element. It publishes no recipe; this one is ours. The loss is KL from what the
     target says on its own cache to what it says on the mapped one, where a text goes on and where
-    early stretches of it are repeated, so that recall is learned as well as fluency.
+    early stretches of it are repeated, so that recall is learned as well as fluency; and
+    cross-entropy of the text itself in both places.
 
     Args:
         start: the affine method that is fitted first.
@@ -48,7 +49,7 @@ class Mobility(OffersGeneration, MapperMethod):
     mixers: int = 2
     kernel: int = 8
     width: int = 512
-    training_steps: int = 300
+    training_steps: int = 250
     learning_rate: float = 7e-4
     warmup: int = 20
     weight_decay: float = 0.0
@@ -58,7 +59,7 @@ class Mobility(OffersGeneration, MapperMethod):
     patience: int = 0
     continuation: float = 2.0
     recall: float = 1.0
-    text: float = 0.0
+    text: float = 1.0
     pointwise: float = 0.0
     attention: float = 0.5
     recall_spans: int = 4

@@ -50,7 +50,7 @@ class Polished(OffersGeneration, MapperMethod):
     patience: int = 0
     continuation: float = 2.0
     recall: float = 1.0
-    text: float = 0.0
+    text: float = 0.5
     pointwise: float = 0.0
     attention: float = 0.5
     recall_spans: int = 4
