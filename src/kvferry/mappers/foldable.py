@@ -69,10 +69,10 @@ class FoldableResidual(Refiner):
         self.outputs = tuple(Outputs(*o) for o in outputs)
         self.reads = tuple(tuple(FeatureBlock(*b) for b in blocks) for blocks, _ in codes)
         self.rank = rank
-        for number, (blocks, directions) in enumerate(zip(self.reads, codes, strict=True)):
+        for number, (blocks, (_, directions)) in enumerate(zip(self.reads, codes, strict=True)):
             features = sum(block.width for block in blocks)
             self.register_buffer(f"code_mean_{number}", torch.zeros(features))
-            self.register_buffer(f"basis_{number}", torch.zeros(features, directions[1]))
+            self.register_buffer(f"basis_{number}", torch.zeros(features, directions))
         self.mix = nn.ParameterList([torch.zeros(o.width, o.width) for o in self.outputs])
         self.bias = nn.ParameterList([torch.zeros(o.width) for o in self.outputs])
         widths = [codes[o.code][1] for o in self.outputs] if rank else []
