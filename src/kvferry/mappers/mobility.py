@@ -8,21 +8,19 @@ from typing import ClassVar
 
 import torch
 
-from kvferry.lm.geometry import KVGeometry
 from kvferry.mappers.affine import AffineGroup, AffineMapper
-from kvferry.mappers.affine_start import affine_start
+from kvferry.mappers.affine_start import LearnsBehindStart
 from kvferry.mappers.anchored import Anchored
 from kvferry.mappers.base import MapperMethod, Statistics, output_columns, require
 from kvferry.mappers.foldable import group_outputs
 from kvferry.mappers.gated_residual import GatedResidual
 from kvferry.mappers.layout import COMPONENTS, Component, FeatureBlock, FeatureLayout
-from kvferry.mappers.learning import OffersGeneration, Schedule
 from kvferry.mappers.refined import RefinedMapper
 from kvferry.stats.directions import predictive_directions, whitened_directions
 
 
 @dataclass(frozen=True)
-class Mobility(OffersGeneration, MapperMethod):
+class Mobility(LearnsBehindStart):
     """A gated low-rank residual on an affine map, learned through the frozen target.
 
     The context-reuse layer (arXiv 2608.30963) names the goal: a transport that need not match the
@@ -82,29 +80,12 @@ class Mobility(OffersGeneration, MapperMethod):
             }
         )
 
-    @property
-    def schedules(self) -> tuple[Schedule, ...]:
-        """See :class:`MapperMethod`."""
-        return (self._schedule,)
-
-    def native_depth(self, target: KVGeometry) -> int:
-        """That of the start."""
-        return self.start.native_depth(target)
-
     def fit(self, statistics: Statistics) -> RefinedMapper:
-        """The start, then the residual.
+        """The start, then the residual; see :class:`LearnsBehindStart` for what it raises."""
+        return self._learned(statistics)
 
-        Raises:
-            ConfigurationError: the start is not affine.
-        """
-        base = affine_start(self.start, statistics, "Context mobility")
-        with torch.random.fork_rng():
-            torch.manual_seed(self.seed)
-            refiner = self._residual(statistics, base)
-        return statistics.learned(RefinedMapper(base, refiner), self._generation)
-
-    def _residual(self, statistics: Statistics, base: AffineMapper) -> GatedResidual:
-        codes = {c: self._code(statistics, base, c) for c in COMPONENTS}
+    def _residual(self, statistics: Statistics, affine: AffineMapper) -> GatedResidual:
+        codes = {c: self._code(statistics, affine, c) for c in COMPONENTS}
         refiner = GatedResidual(
             statistics.source,
             statistics.target,
@@ -114,7 +95,7 @@ class Mobility(OffersGeneration, MapperMethod):
             width=self.width,
             mixers=self.mixers,
             kernel=self.kernel,
-            native_layers=base.native_layers,
+            native_layers=affine.native_layers,
         )
         for component, (_, mean, basis) in codes.items():
             refiner.set_code(component, mean.float(), basis.float())
@@ -123,7 +104,7 @@ class Mobility(OffersGeneration, MapperMethod):
             columns = output_columns(statistics.target, [layer])
             mean = statistics.moments[component].mean_y[columns]
             refiner.get_buffer(f"mean_{place}").copy_(mean)
-        return refiner.to(base.groups[0].weight.device)
+        return refiner.to(affine.groups[0].weight.device)
 
     def _code(
         self, statistics: Statistics, base: AffineMapper, component: Component

@@ -5,22 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-import torch
-
-from kvferry.lm.geometry import KVGeometry
 from kvferry.mappers.affine import AffineMapper
-from kvferry.mappers.affine_start import affine_start
+from kvferry.mappers.affine_start import LearnsBehindStart
 from kvferry.mappers.anchored import Anchored
 from kvferry.mappers.base import MapperMethod, Statistics, require
 from kvferry.mappers.foldable import FoldableResidual, foldable_residual
 from kvferry.mappers.layout import COMPONENTS
-from kvferry.mappers.learning import OffersGeneration, Schedule
-from kvferry.mappers.refined import RefinedMapper
 from kvferry.stats.directions import whitened_directions
 
 
 @dataclass(frozen=True)
-class Polished(OffersGeneration, MapperMethod):
+class Polished(LearnsBehindStart):
     """Any affine map, its weights moved by what the target says on the mapped cache.
 
     The loss is that of context mobility; what is learned is a change of each layer's weights that
@@ -70,28 +65,11 @@ class Polished(OffersGeneration, MapperMethod):
             }
         )
 
-    @property
-    def schedules(self) -> tuple[Schedule, ...]:
-        """See :class:`MapperMethod`."""
-        return (self._schedule,)
-
-    def native_depth(self, target: KVGeometry) -> int:
-        """That of the start."""
-        return self.start.native_depth(target)
-
     def fit(self, statistics: Statistics) -> AffineMapper:
-        """The start, then the change, folded into it.
-
-        Raises:
-            ConfigurationError: the start is not affine.
-        """
-        affine = affine_start(self.start, statistics, "A polish")
-        with torch.random.fork_rng():
-            torch.manual_seed(self.seed)
-            refiner = self._residual(statistics, affine)
-        learned = statistics.learned(RefinedMapper(affine, refiner), self._generation)
+        """The start, then the change, folded; see :class:`LearnsBehindStart` for what it raises."""
+        learned = self._learned(statistics)
         assert isinstance(learned.refiner, FoldableResidual)
-        return replace(learned.refiner.folded(affine), report=learned.report)
+        return replace(learned.refiner.folded(learned.affine), report=learned.report)
 
     def _residual(self, statistics: Statistics, affine: AffineMapper) -> FoldableResidual:
         scales = {
