@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from kvferry.mappers.affine import AffineGroup, AffineMapper
 from kvferry.mappers.base import Statistics, output_columns
 from kvferry.mappers.inputs import MapperInputs
-from kvferry.mappers.layout import Component, FeatureBlock
+from kvferry.mappers.layout import ALL_HEADS, Component, FeatureBlock
 from kvferry.stats.directions import whitened_directions
 
 Blocks = tuple[FeatureBlock, ...]
@@ -70,11 +70,19 @@ def group_of(mapper: AffineMapper, component: Component, layer: int) -> AffineGr
     return next(g for g in mapper.groups if g.component == component and layer in g.target_layers)
 
 
+def group_outputs(mapper: AffineMapper, group: AffineGroup) -> Iterator[tuple[int, slice]]:
+    """Each target layer of a group, and its columns among the group's outputs."""
+    start = 0
+    for layer in group.target_layers:
+        shape = mapper.target.layers[layer]
+        stop = start + (shape.width if group.head == ALL_HEADS else shape.head_dim)
+        yield layer, slice(start, stop)
+        start = stop
+
+
 def columns_of(mapper: AffineMapper, group: AffineGroup, layer: int) -> slice:
     """Where ``layer`` lies among the outputs of ``group``."""
-    place = group.target_layers.index(layer)
-    start = sum(mapper.target.layers[i].width for i in group.target_layers[:place])
-    return slice(start, start + mapper.target.layers[layer].width)
+    return dict(group_outputs(mapper, group))[layer]
 
 
 def input_codes(

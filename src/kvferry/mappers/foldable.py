@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
@@ -13,7 +13,8 @@ from torch.nn import functional
 
 from kvferry.lm.content import ContentKV
 from kvferry.lm.geometry import KVGeometry
-from kvferry.mappers.affine import AffineGroup, AffineMapper
+from kvferry.mappers.affine import AffineMapper
+from kvferry.mappers.correction import group_outputs
 from kvferry.mappers.inputs import MapperInputs
 from kvferry.mappers.layout import ALL_HEADS, Component, FeatureBlock
 from kvferry.mappers.refined import Refiner
@@ -192,13 +193,3 @@ def foldable_residual(
         refiner.get_buffer(f"code_mean_{number}").copy_(inputs[key])
         refiner.get_buffer(f"basis_{number}").copy_(basis)
     return refiner.to(affine.groups[0].weight.device)
-
-
-def group_outputs(affine: AffineMapper, group: AffineGroup) -> Iterator[tuple[int, slice]]:
-    """Each target layer of a group, and its columns."""
-    start = 0
-    for layer in group.target_layers:
-        shape = affine.target.layers[layer]
-        stop = start + (shape.width if group.head == ALL_HEADS else shape.head_dim)
-        yield layer, slice(start, stop)
-        start = stop

@@ -12,7 +12,7 @@ from kvferry.mappers.affine import AffineGroup, AffineMapper
 from kvferry.mappers.affine_start import LearnsBehindStart
 from kvferry.mappers.anchored import Anchored
 from kvferry.mappers.base import MapperMethod, Statistics, output_columns, require
-from kvferry.mappers.foldable import group_outputs
+from kvferry.mappers.correction import group_outputs
 from kvferry.mappers.gated_residual import GatedResidual
 from kvferry.mappers.layout import COMPONENTS, Component, FeatureBlock, FeatureLayout
 from kvferry.mappers.refined import RefinedMapper

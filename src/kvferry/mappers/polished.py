@@ -9,9 +9,9 @@ from kvferry.mappers.affine import AffineMapper
 from kvferry.mappers.affine_start import LearnsBehindStart
 from kvferry.mappers.anchored import Anchored
 from kvferry.mappers.base import MapperMethod, Statistics, require
+from kvferry.mappers.correction import input_codes
 from kvferry.mappers.foldable import FoldableResidual, foldable_residual
 from kvferry.mappers.layout import COMPONENTS
-from kvferry.stats.directions import whitened_directions
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,11 @@ class Polished(LearnsBehindStart):
             for component in COMPONENTS
             for layer in range(len(statistics.target.layers))
         }
-        codes = {}
-        read = {(g.component, g.blocks): None for g in affine.groups} if self.rank else {}
-        for component, blocks in read:
-            layout, moments = statistics.layouts[component], statistics.moments[component]
-            part = moments.select(layout.columns(blocks), slice(0, 1))
-            codes[component, blocks] = whitened_directions(
-                part.scatter_xx, part.weight, self.directions, self.seed
-            )
+        codes = {
+            (component, blocks): code.basis
+            for component in (COMPONENTS if self.rank else ())
+            for blocks, code in input_codes(
+                statistics, affine, component, self.directions, self.seed
+            ).items()
+        }
         return foldable_residual(affine, scales, codes, self.rank)
