@@ -35,6 +35,7 @@ def choose(file: Path, text: Path) -> list[str]:
         "data/text": [f"data.path={text}"],
         "data/hub": [f"data.dataset={text}"],
         "experiment/prototype": [f"data.path={text}"],
+        "mapper/fitted": ["mapper.artefact=owner/name"],
         "mapper/identity": ["pair=smollm2_smollm2"],
         "trainer/tensor_parallel": ["pair=llama70b_qwen7b"],
     }
@@ -99,8 +100,7 @@ def test_a_mapper_yaml_lists_every_field_of_its_class(file: Path) -> None:
     fields = {field.name for field in dataclasses.fields(cls) if field.init}
     placed = {str(key).partition("@")[2] for entry in values.get("defaults", ()) for key in entry}
     assert (set(values) | placed) - {"_target_", "name", "defaults"} == fields
-    words = ["pair=smollm2_smollm2"] if file.stem == "identity" else []
-    build_mapper(compose([f"mapper={file.stem}", *words]).mapper)
+    build_mapper(compose(choose(file, Path("notes.txt"))).mapper)
 
 
 def test_the_schema_speaks_the_language_of_the_results() -> None:

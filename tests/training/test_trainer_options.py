@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from pytorch_lightning import Callback, LightningModule, Trainer
 from torch.autograd.graph import saved_tensors_hooks
 
 from kvferry.mappers.base import Statistics
+from kvferry.training.averaging import AveragedWeights
 from kvferry.training.generation import GenerationModule
 from kvferry.training.learn import TraceLearner
 from kvferry.training.texts import Draw
@@ -42,7 +44,11 @@ def values_of(trainer: Trainer, prefix: str) -> dict[str, float]:
 
 
 def asking(
-    statistics: Statistics, *callbacks: Callback, begun: Any = None, **options: Any
+    statistics: Statistics,
+    *callbacks: Callback,
+    begun: Any = None,
+    save_seconds: float = 60.0,
+    **options: Any,
 ) -> Statistics:
     learner: Any = statistics.learn
 
@@ -56,6 +62,7 @@ def asking(
         options={**learner.options.options, **options},
         callbacks=lambda steps: callbacks,
         curves=curves,
+        save_seconds=save_seconds,
     )
     return replace(statistics, learn=replace(learner, options=changed))
 
@@ -126,3 +133,38 @@ def test_the_last_step_is_looked_at_and_a_stop_forgets_no_look(tmp_path: Path) -
     assert told[2][1] == told[0][1] and "held_out/recall_kl" in told[0][1]
     assert first.looks + rest.looks == whole.looks
     assert first.steps[:4] + rest.steps == whole.steps
+
+
+SIX_STEPS = replace(SMALL, training_steps=6)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Looks:
+    """What six steps have seen that nothing stopped."""
+    seen = Looks()
+    statistics = learnable("gemma3", "llama", tmp_path_factory.mktemp("unbroken"))
+    SIX_STEPS.fit(asking(statistics, AveragedWeights(0.9), seen))
+    return seen
+
+
+@pytest.mark.parametrize("reached", [1, 4, 5])
+def test_a_stop_between_two_looks_costs_no_step(
+    reached: int, unbroken: Looks, tmp_path: Path
+) -> None:
+    """Saved after each step, a run that is stopped takes the steps that are left.
+
+    Step 4 is followed by a look, which saves on its own.
+    """
+    broken, first, rest = learnable("gemma3", "llama", tmp_path), Looks(), Looks()
+    began: list[int] = []
+
+    def begun(step: int, held_out: Mapping[str, float]) -> None:
+        began.append(step)
+
+    for seen, stop in ((first, [_StopAt(reached)]), (rest, [])):
+        asked = asking(broken, AveragedWeights(0.9), seen, *stop, begun=begun, save_seconds=0.0)
+        with pytest.raises(KeyboardInterrupt) if stop else nullcontext():
+            SIX_STEPS.fit(asked)
+    assert began == [0, reached]
+    assert first.looks + rest.looks == unbroken.looks
+    assert first.steps + rest.steps == unbroken.steps

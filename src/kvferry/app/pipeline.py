@@ -35,11 +35,13 @@ from kvferry.lm.store import cache_root
 from kvferry.mappers.artefact import (
     WEIGHTS,
     Manifest,
+    load_mapper,
     read_manifest,
     save_mapper,
 )
 from kvferry.mappers.base import MapperMethod
 from kvferry.mappers.card import write_card
+from kvferry.mappers.mapper import Mapper
 from kvferry.results.report import ContinuationSample, write_report
 from kvferry.results.rows import ResultRow, read_rows, write_atomically, write_rows
 from kvferry.results.tables import markdown_table, print_tables
@@ -71,7 +73,11 @@ def _fit(
         reader, corpora.replayed(cfg.eval), cfg.data.passage_tokens, statistics.code, progress
     )
     learn = learner(cfg, folder, reader, corpora, statistics, log)
-    statistics = replace(statistics, replay=replay, watch=progress, learn=learn)
+
+    def load(artefact: str) -> Mapper:
+        return load_mapper(Path(artefact), reader.source, reader.target)[0]
+
+    statistics = replace(statistics, replay=replay, watch=progress, learn=learn, load=load)
     collected = time.perf_counter()
     mapper = method.fit(statistics)
     fitted = time.perf_counter()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -40,6 +40,7 @@ class Statistics:
         replay: reads calibration texts again, with the target's queries; None where there is none.
         watch: shows how far long fits are.
         learn: trains networks; None where there is no trainer.
+        load: a mapper of this pair, by the name of its artefact; None where models are not at hand.
     """
 
     source: KVGeometry
@@ -50,6 +51,7 @@ class Statistics:
     replay: Replay | None = None
     watch: Watch = unwatched
     learn: Learn | None = None
+    load: Callable[[str], Mapper] | None = None
 
     def variance(self, component: Component, layer: int) -> float:
         """Of one feature of target ``layer``, mean over its features, over the calibration rows."""
@@ -72,6 +74,20 @@ class Statistics:
                 fix="fit it through a run, or give Statistics a TraceLearner",
             )
         return self.learn(mapper, aim)
+
+    def saved(self, artefact: str) -> Mapper:
+        """The mapper that was saved as ``artefact``, for this pair.
+
+        Raises:
+            ArtefactError: damaged, or a mapper of another pair.
+            ConfigurationError: these statistics came without their models.
+        """
+        if self.load is None:
+            raise ConfigurationError(
+                "A saved mapper belongs to two models, and they are not at hand.",
+                fix="fit through a run, or give Statistics a way to load mappers",
+            )
+        return self.load(artefact)
 
     def observe(
         self, passages: int, split: ReplaySplit = "calibration", *, copies: bool = False

@@ -23,6 +23,7 @@ from kvferry.training.keeping import MONITOR, BestLayers, Keeper, WholeState
 from kvferry.training.lessons import Lesson, Lessons
 from kvferry.training.material import Material
 from kvferry.training.module import RefinerModule
+from kvferry.training.saving import SaveBetweenLooks
 from kvferry.training.texts import Draw, DrawnTexts
 
 LAST = "last.ckpt"
@@ -41,12 +42,14 @@ class TrainerOptions:
         callbacks: beside those that keep checkpoints, for so many steps.
         curves: the logger of a phase, given the steps of earlier ones, the step that it goes on
             after, and what the held-out texts said before its first one; False: none.
+        save_seconds: between two checkpoints, beside those of looks at held-out texts.
     """
 
     folder: Path
     options: Mapping[str, Any] = field(default_factory=dict)
     callbacks: Callable[[int], Sequence[Callback]] = lambda steps: ()
     curves: Callable[[int, int, Mapping[str, float]], Any] = lambda before, step, held_out: False
+    save_seconds: float = 60.0
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,8 @@ class TraceLearner:
         # After the held-out texts and after the keeper, whose record it holds: a checkpoint of the
         # step alone would go on without that look.
         last = ModelCheckpoint(folder, LAST.removesuffix(".ckpt"), enable_version_counter=False)
-        callbacks = [*keeper.callbacks, last, *self.options.callbacks(schedule.steps)]
+        between = SaveBetweenLooks(folder / LAST, self.options.save_seconds)
+        callbacks = [*keeper.callbacks, last, *self.options.callbacks(schedule.steps), between]
         at_start = {f"{HELD_OUT}{name}": value for name, value in before.items()}
         logger = self.options.curves(schedule.done_before, done, at_start)
         trainer = self._trainer(lesson.module, callbacks, logger=logger)

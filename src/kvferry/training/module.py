@@ -56,6 +56,10 @@ class RefinerModule(LightningModule):
         found = [p.grad for p in self.refiner.parameters() if p.grad is not None]
         self.log("train/gradient_norm", torch.nn.utils.get_total_norm(found), batch_size=1)
 
+    def looks_after(self, step: int) -> bool:
+        """Whether the held-out texts are looked at once ``step`` is done."""
+        return step % self.schedule.validate_every == 0 or step >= self.schedule.steps
+
     def on_train_batch_end(self, *rest: Any) -> None:
         """Look at the held-out texts after the last step too, wherever their interval stands."""
         if self.global_step >= self.schedule.steps:
