@@ -10,6 +10,7 @@ import torch
 from kvferry.calibration.reader import PairTrace
 from kvferry.errors import ConfigurationError
 from kvferry.lm.content import ContentKV
+from kvferry.mappers import inputs
 from kvferry.mappers.anchored import Anchored
 from kvferry.mappers.base import MapperMethod
 from kvferry.mappers.controls import Identity, Random, random_content, shuffled_content
@@ -177,6 +178,30 @@ def test_low_precision_products_stay_close() -> None:
     for layer in range(1, len(mapper.target.layers)):
         error = (low.keys[layer] - high.keys[layer]).square().mean().sqrt()
         assert float(error / high.keys[layer].std()) < 0.02
+
+
+def test_a_network_sees_the_same_panel_by_panel(monkeypatch: pytest.MonkeyPatch) -> None:
+    mapper, (trace, *_) = fitted("mobility", "llama", "gemma3"), traces_of("llama", "gemma3", 2)
+    whole = mapper.map(trace.inputs(None), mapper.first_tokens(trace.target.tokens))
+    monkeypatch.setattr(inputs, "PANEL_TOKENS", 16)
+    parts = mapper.map(trace.inputs(None), mapper.first_tokens(trace.target.tokens))
+    for component in COMPONENTS:
+        for layer, x in getattr(whole, component).items():
+            assert torch.allclose(x, getattr(parts, component)[layer], atol=1e-5)
+
+
+def test_a_network_uses_the_source_code_of_its_affine_map(monkeypatch: pytest.MonkeyPatch) -> None:
+    mapper, (trace, *_) = fitted("mobility", "llama", "gemma3"), traces_of("llama", "gemma3", 2)
+    project, coded = inputs._project, []
+
+    def counted(layers: Sequence[torch.Tensor], projection: torch.Tensor) -> torch.Tensor:
+        coded.append(projection)
+        return project(layers, projection)
+
+    monkeypatch.setattr(inputs, "_project", counted)
+    mapper.map(trace.inputs(None), mapper.first_tokens(trace.target.tokens))
+    assert mapper.affine.code is not None
+    assert len(coded) == len(COMPONENTS), "keys once, values once"
 
 
 def test_controls_change_what_they_say_and_nothing_else() -> None:

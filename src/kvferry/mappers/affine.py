@@ -152,6 +152,10 @@ class AffineMapper:
             return []
         return sink_places(self.planted_sinks, tokens - first)
 
+    def reading(self, inputs: MapperInputs) -> MapperInputs:
+        """The same inputs, seen through this mapper's source code; what is coded is kept there."""
+        return inputs if inputs.code is self.code else replace(inputs, code=self.code, _codes={})
+
     def map(self, inputs: MapperInputs, first_tokens: Sequence[int]) -> ContentKV:
         """Target content of one context.
 
@@ -160,7 +164,7 @@ class AffineMapper:
             first_tokens: by target layer, the first token that the layer still needs; windowed
                 layers come out shorter.
         """
-        inputs = replace(inputs, code=self.code, _codes={})
+        inputs = self.reading(inputs)
         out: dict[Component, dict[int, Tensor]] = {"keys": {}, "values": {}}
         for _, same_inputs in groupby(self._ordered(), key=lambda g: (g.component, g.blocks)):
             for group, product in self._products(inputs, list(same_inputs), first_tokens):

@@ -41,9 +41,8 @@ class InputCode:
 
     def rows(self, inputs: MapperInputs, prefix: int) -> Float[Tensor, "tokens width"]:
         """Coordinates of every token; zero for the prefix, which no map reaches."""
-        features = inputs.rows(self.blocks, 0, inputs.tokens, mean=self.mean)
-        out = features.new_ones(inputs.tokens, self.width)
-        torch.mm(features, self.basis.float(), out=out[:, :-1])
+        coded = inputs.coded(self.blocks, 0, self.mean, self.basis.float())
+        out = torch.cat([coded, coded.new_ones(inputs.tokens, 1)], dim=1)
         out[:prefix] = 0
         return out
 

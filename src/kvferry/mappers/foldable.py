@@ -151,9 +151,8 @@ class FoldableResidual(Refiner):
     def _code(
         self, inputs: MapperInputs, number: int, first: int
     ) -> Float[Tensor, "tokens directions"]:
-        mean = self.get_buffer(f"code_mean_{number}")
-        rows = inputs.rows(self.reads[number], first, inputs.tokens, mean=mean)
-        return rows @ self.get_buffer(f"basis_{number}")
+        mean, basis = (self.get_buffer(f"{name}_{number}") for name in ("code_mean", "basis"))
+        return inputs.coded(self.reads[number], first, mean, basis)
 
 
 def foldable_residual(

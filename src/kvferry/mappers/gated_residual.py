@@ -159,9 +159,9 @@ class GatedResidual(Refiner):
         codes = []
         for component in COMPONENTS:
             mean = self.get_buffer(f"{component}_mean")
-            rows = inputs.rows(self.reads[component], 0, inputs.tokens, mean=mean)
-            codes.append(rows @ self.get_buffer(f"{component}_basis"))
-        code = torch.cat(codes, dim=1).float()
+            basis = self.get_buffer(f"{component}_basis")
+            codes.append(inputs.coded(self.reads[component], 0, mean, basis))
+        code = torch.cat(codes, dim=1)
         if self.enter is None:
             return code
         x = self.enter(code)

@@ -97,6 +97,30 @@ class MapperInputs:
             column += block.width
         return out
 
+    def coded(
+        self,
+        blocks: Sequence[FeatureBlock],
+        start: int,
+        mean: Float[Tensor, " features"],
+        basis: Float[Tensor, "features directions"],
+    ) -> Float[Tensor, "rows directions"]:
+        """Centred input features of target tokens ``start`` on times a fixed ``basis``.
+
+        A panel of tokens at a time; products are in the number format of autocast, where it is on.
+        """
+        device = basis.device.type
+        dtype = basis.dtype
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+        basis = basis.to(dtype)
+        panels = token_panels(start, self.tokens)
+        panel = basis.new_empty(longest_panel(panels), len(basis))
+        out = mean.new_empty(self.tokens - start, basis.shape[1])
+        for low, high in panels:
+            rows = self.rows(blocks, low, high, mean=mean, out=panel[: high - low])
+            out[low - start : high - start] = rows @ basis
+        return out
+
     def _block(self, block: FeatureBlock, start: int, stop: int) -> Tensor:
         """``[rows, features]``, or ``[rows, heads, dim]`` without having moved them together."""
         match block.kind:

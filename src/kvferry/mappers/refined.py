@@ -131,9 +131,9 @@ class RefinedMapper:
         With gradients on, they flow to the refiner's parameters.
         """
         device, dtype = inputs.anchors.mask.device.type, self.product_dtype
+        inputs = self.affine.reading(inputs)
         with torch.no_grad(), torch.autocast(device, enabled=False):
             content = self.affine.map(inputs, first_tokens)
-        inputs = replace(inputs, code=self.affine.code, _codes={})
         with torch.autocast(device, dtype, enabled=dtype != torch.float32):
             refined: ContentKV = self.refiner(inputs, content, first_tokens)
         return refined
