@@ -1,4 +1,4 @@
-"""The installed command line: `kvferry ask`, `turns`, `plot`, `doctor`, `push`, `clean`."""
+"""The installed command line: `kvferry ask`, `turns`, `compare`, `plot`, and so on."""
 
 from __future__ import annotations
 
@@ -132,6 +132,22 @@ def plot(
 
     for path in draw(kind, runs, to):
         print(path)
+
+
+@app.command()
+def compare(
+    runs: Annotated[
+        list[str], typer.Argument(help="Run folders, or LABEL=FOLDER; those without rows are left.")
+    ],
+    to: Annotated[Path | None, typer.Option(help="Markdown file that receives it too.")] = None,
+    intervals: Annotated[
+        bool, typer.Option("--intervals", help="Show them for KL and recall kept.")
+    ] = False,
+) -> None:
+    """One markdown table a pair: quality, recall, other domains, size and cost of several runs."""
+    from kvferry.app.compare import compare as tabulate
+
+    print(tabulate(runs, to=to, intervals=intervals))
 
 
 @app.command()

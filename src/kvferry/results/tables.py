@@ -54,7 +54,8 @@ def format_value(metric: str, value: float) -> str:
         return f"{value / 1e6:,.1f} M" if value >= 1e6 else f"{value:,.0f}"
     if metric == "speedup":
         return f"{value:.1f}x" if value < 100 else f"{value:,.0f}x"
-    return f"{value:.3f}" if abs(value) < 100 else f"{value:,.1f}"
+    # A control that is exactly nothing may come out as -1e-17.
+    return f"{round(value, 3) + 0.0:.3f}" if abs(value) < 100 else f"{value:,.1f}"
 
 
 def format_interval(metric: str, cell: Cell) -> str:
@@ -209,7 +210,9 @@ def print_tables(rows: Sequence[ResultRow], console: Console) -> None:
     console.print(Group(*quality_tables(rows), *latency_tables(rows)))
 
 
-def _markdown(title: str, heads: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+def markdown_lines(title: str, heads: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    """A titled table; numbers to the right, bars in cells escaped."""
+
     def render(cells: Sequence[str]) -> str:
         return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
@@ -232,7 +235,7 @@ def markdown_table(rows: Sequence[ResultRow]) -> str:
                 cells.append(f"{text} {format_interval(metric, cell)}".strip() if cell else text)
             body.append([*cells, line_n(block, index)])
         heads = ["condition", *(head(metric) for metric in block.metrics), "n"]
-        parts.append(_markdown(block_title(block), heads, body))
+        parts.append(markdown_lines(block_title(block), heads, body))
     for timed in latency_blocks(rows):
         columns = latency_columns(timed)
         body = [
@@ -243,5 +246,5 @@ def markdown_table(rows: Sequence[ResultRow]) -> str:
             for line in timed.lines
         ]
         heads = ["context", *(LATENCY_COLUMNS[name] for name in columns)]
-        parts.append(_markdown(latency_title(timed), heads, body))
+        parts.append(markdown_lines(latency_title(timed), heads, body))
     return "\n\n".join(parts)
