@@ -94,11 +94,13 @@ def test_folders_without_rows_are_left_out(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "empty").mkdir()
+    timed = run_of(["pair=gemma3_smollm2"], tmp_path, 1.0, conditions=())
     to = tmp_path / "table.md"
-    words = ["compare", str(tmp_path / "empty"), str(runs["back"]), "--to", str(to)]
+    left_out = [str(tmp_path / "empty"), str(timed)]
+    words = ["compare", *left_out, str(runs["back"]), "--to", str(to)]
     monkeypatch.setattr(sys, "argv", ["kvferry", *words])
     with pytest.raises(SystemExit) as caught:
         cli.main()
     assert not caught.value.code and capsys.readouterr().out == to.read_text()
     with pytest.raises(InputError, match="nothing to compare"):
-        compare([str(tmp_path / "empty"), str(tmp_path / "none")])
+        compare([*left_out, str(tmp_path / "none")])

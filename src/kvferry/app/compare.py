@@ -21,7 +21,8 @@ def compare(runs: Sequence[str], *, to: Path | None = None, intervals: bool = Fa
     """The tables, in markdown.
 
     Args:
-        runs: run folders, each alone or as ``label=folder``; those without rows are left out.
+        runs: run folders, each alone or as ``label=folder``; those that scored no text are left
+            out, conversations among them.
         to: a file that receives them as well.
         intervals: behind KL and recall kept.
 
@@ -68,7 +69,8 @@ def _contender(run: str) -> Contender | None:
     folder = Path(name).expanduser()
     if not (folder / ROWS).is_file():
         return None
-    return Contender(label or _label(folder), read_rows(folder / ROWS), _fit_seconds(folder))
+    found = Contender(label or _label(folder), read_rows(folder / ROWS), _fit_seconds(folder))
+    return found if found.splits else None
 
 
 def _label(folder: Path) -> str:

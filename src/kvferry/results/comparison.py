@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kvferry.results.catalogue import CALIBRATION_TOKENS, LATENCY_TASK, condition_label
 from kvferry.results.rows import ResultRow
@@ -27,7 +29,7 @@ class Contender:
 
     Args:
         label: what it is called.
-        rows: all that it measured.
+        rows: all that it measured, at least on one text.
         fit_seconds: from the calibration text read to the mapper; None where nobody noted it.
     """
 
@@ -54,11 +56,10 @@ class Contender:
         return next((row.value for row in self.rows if row.metric == metric), None)
 
     @property
-    def speedup(self) -> tuple[int, float] | None:
-        """The shortest context that was timed, and native prefill over map time there."""
-        found = [r for r in self.rows if r.metric == "speedup" and r.split == "p50"]
-        shortest = min(found, key=lambda row: row.context_tokens, default=None)
-        return None if shortest is None else (shortest.context_tokens, shortest.value)
+    def speedups(self) -> dict[int, float]:
+        """By context length, native prefill over map time."""
+        timed = [row for row in self.rows if row.metric == "speedup" and row.split == "p50"]
+        return {row.context_tokens: row.value for row in timed}
 
 
 def comparison_tables(contenders: Sequence[Contender], *, intervals: bool = False) -> str:
@@ -78,6 +79,7 @@ def comparison_tables(contenders: Sequence[Contender], *, intervals: bool = Fals
 def _table(contenders: Sequence[Contender], intervals: bool) -> str:
     domain, *others = dict.fromkeys(split for c in contenders for split in c.splits)
     tail = any(c.value("kl", "mapped_tail", domain) for c in contenders)
+    length = _length_of_most(contenders)
     heads = [
         "",
         *QUALITY.values(),
@@ -87,7 +89,7 @@ def _table(contenders: Sequence[Contender], intervals: bool) -> str:
         "MB",
         "tokens",
         "fit",
-        _timed(contenders),
+        f"prefill / map, {length:,}" if length else "prefill / map",
     ]
     best = {metric: _best(contenders, metric, domain) for metric in BEST}
     body = []
@@ -99,13 +101,12 @@ def _table(contenders: Sequence[Contender], intervals: bool) -> str:
             cells.append(f"**{shown}**" if row is not None and row is best.get(metric) else shown)
         cells += [_both(contender, "mapped_tail", domain)] if tail else []
         cells += [_both(contender, "mapped", split) for split in others]
-        speedup = contender.speedup
         cells += [
             _number(contender.size("parameters"), lambda x: f"{x / 1e6:.1f}"),
             _number(contender.size("storage_bytes"), lambda x: f"{x / 1e6:,.0f}"),
             _number(contender.size(CALIBRATION_TOKENS), lambda x: f"{x:,.0f}"),
             _number(contender.fit_seconds, _duration),
-            NOTHING if speedup is None else format_value("speedup", speedup[1]),
+            _number(contender.speedups.get(length), partial(format_value, "speedup")),
         ]
         body.append(cells)
     for condition in CONTROLS:
@@ -132,9 +133,10 @@ def _title(contenders: Sequence[Contender], domain: str, others: Sequence[str]) 
     return f"{first.source} to {first.target}: {', '.join(map(count, (domain, *others)))}{sides}"
 
 
-def _timed(contenders: Sequence[Contender]) -> str:
-    lengths = sorted({found[0] for c in contenders if (found := c.speedup) is not None})
-    return "prefill / map" + (f", {' or '.join(f'{n:,}' for n in lengths)}" if lengths else "")
+def _length_of_most(contenders: Sequence[Contender]) -> int:
+    """The context length that most of them were timed at, the shortest of several; 0: none."""
+    lengths = Counter(length for c in contenders for length in sorted(c.speedups))
+    return min(lengths, key=lambda length: (-lengths[length], length), default=0)
 
 
 def _best(contenders: Sequence[Contender], metric: str, split: str) -> ResultRow | None:
