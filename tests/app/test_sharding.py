@@ -12,15 +12,18 @@ from safetensors.torch import load_file
 from kvferry.app import checks
 from kvferry.app.compose import compose
 from kvferry.app.folder import RunFolder
-from kvferry.app.memory import moments_bytes
+from kvferry.app.memory import kept_keys_bytes, moments_bytes
 from kvferry.app.run import execute
 from kvferry.app.schema import RunConfig
 from kvferry.app.stages import describe_plan
 from kvferry.calibration.statistics import CalibrationPlan, empty_moments
 from kvferry.errors import ConfigurationError
 from kvferry.lm.sources import CacheShape
+from kvferry.mappers.behaviour import read_mapped
+from kvferry.mappers.behaviour_samples import layer_samples
 from kvferry.results.rows import read_rows
-from tests.pairs import reader_of
+from tests.matrix import fitted
+from tests.pairs import reader_of, statistics_of
 
 BIG = "pair=llama70b_qwen7b"
 ON_CPU = ["trainer.accelerator=cpu", "trainer.model_dtype=float32", "trainer.threads=1"]
@@ -105,6 +108,20 @@ def test_the_planned_moments_are_those_that_are_collected() -> None:
     moments = [empty_moments(reader, x) for x in CalibrationPlan().layouts(reader).values()]
     sums = sum(x._xx.nbytes + x._xy.nbytes + sum(y.nbytes for y in x._yy) for x in moments)
     assert moments_bytes(cfg, CacheShape(4, 2, 16), CacheShape(4, 4, 8)) == sums
+
+
+def test_the_planned_keys_are_those_that_are_kept() -> None:
+    mapper, statistics = fitted("anchored", "llama3", "gemma2"), statistics_of("llama3", "gemma2")
+    (text,) = read_mapped(mapper, statistics.observe(1), rows=8, seed=0)
+    sample = layer_samples(mapper, text, codes={})
+    kept = sum(x.keys.native.nbytes + x.keys.mapped.nbytes for x in sample.values())
+    shape = CacheShape(4 - mapper.native_layers, 4, 8)
+    words = [f"data.passage_tokens={text.content.tokens}", "mapper.passages=5", "mapper.held_out=2"]
+    assert kept_keys_bytes(compose(["mapper=anchored", *words]), shape) == 7 * kept
+    behind = ["mapper=mobility", *(word.replace("mapper.", "mapper.start.") for word in words)]
+    assert kept_keys_bytes(compose(behind), shape) == 7 * kept
+    assert not kept_keys_bytes(compose(["mapper=full_head_ridge", words[0]]), shape)
+    assert "keys of the texts" in "\n".join(describe_plan(compose([BIG])))
 
 
 def collected(cache: Path) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from kvferry.app.schema import RunConfig
 from kvferry.lm.sources import CacheShape, ModelSpec
@@ -37,6 +38,8 @@ def memory_plan(cfg: RunConfig) -> Iterator[str]:
     if shapes[0] is not None and shapes[1] is not None:
         place = cfg.trainer.fit_device or "the target's device"
         yield f"moments: {_size(moments_bytes(cfg, shapes[0], shapes[1]))} on {place}"
+        if kept := kept_keys_bytes(cfg, shapes[1]):
+            yield f"keys of the texts that are read again: {_size(kept)} on {place}"
 
 
 def moments_bytes(cfg: RunConfig, source: CacheShape, target: CacheShape) -> int:
@@ -51,6 +54,21 @@ def moments_bytes(cfg: RunConfig, source: CacheShape, target: CacheShape) -> int
     plan = CalibrationPlan(cfg.data.passage_tokens)
     layouts = plan.layouts_of(geometry(source), geometry(target))
     return sum(_sums(layout.width, target.widths) for layout in layouts.values())
+
+
+def kept_keys_bytes(cfg: RunConfig, target: CacheShape) -> int:
+    """Native and mapped keys in half precision, where keys are remixed: they stay until the end.
+
+    Queries, a few hundred a text, are not counted; nor are values, which are read once.
+    """
+    most = 0
+    options: Any = cfg.mapper.options
+    while isinstance(options, Mapping):
+        if options.get("behavioural_keys"):
+            texts = options["passages"] + options["held_out"]
+            most = max(most, 2 * 2 * sum(target.widths) * cfg.data.passage_tokens * texts)
+        options = options.get("start")
+    return most
 
 
 def _sums(inputs: int, outputs: Sequence[int]) -> int:
