@@ -14,6 +14,7 @@ from kvferry.app import cli
 from kvferry.app.compose import compose
 from kvferry.app.folder import RunFolder
 from kvferry.app.grid import summarise
+from kvferry.app.plot import gather
 from kvferry.results.rows import write_rows
 from tests.results.conftest import make_rows, make_sample_rows
 
@@ -49,6 +50,14 @@ def test_run_folders_make_a_figure(
     assert call(monkeypatch, "plot", "sample-efficiency", *runs, "--to", str(where)) == 0
     assert capsys.readouterr().out.strip() == str(where / FIGURE)
     assert (where / FIGURE).read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_label_names_the_mapper_of_a_run(tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.parquet", make_rows())
+    named, plain = gather([f"ten layers={tmp_path}"]), gather([str(tmp_path)])
+    assert {row.mapper for row in plain} == {"anchored"}
+    assert {row.mapper for row in named} == {"ten layers"}
+    assert [row.value for row in named] == [row.value for row in plain]
 
 
 def test_what_cannot_be_drawn_is_a_message(

@@ -123,7 +123,7 @@ def turns(
 def plot(
     kind: Annotated[str, typer.Argument(help="sample-efficiency, or tradeoff.")],
     runs: Annotated[
-        list[Path], typer.Argument(help="Run folders; those without rows are left out.")
+        list[str], typer.Argument(help="Run folders, or LABEL=FOLDER; those without rows are left.")
     ],
     to: Annotated[Path, typer.Option(help="Folder that receives the figures.")] = Path("figures"),
 ) -> None:

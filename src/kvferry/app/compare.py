@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.app.compose import compose
-from kvferry.app.folder import ROWS, load_config
+from kvferry.app.folder import ROWS, labelled, load_config
 from kvferry.app.schema import LocalLoggerConfig, MapperConfig
 from kvferry.errors import ConfigurationError, InputError
 from kvferry.results.comparison import Contender, comparison_tables
@@ -65,8 +65,7 @@ def _apart(mine: Mapping[str, Any], usual: Mapping[str, Any], where: str) -> Ite
 
 
 def _contender(run: str) -> Contender | None:
-    label, _, name = run.rpartition("=")
-    folder = Path(name).expanduser()
+    label, folder = labelled(run)
     if not (folder / ROWS).is_file():
         return None
     found = Contender(label or _label(folder), read_rows(folder / ROWS), _fit_seconds(folder))

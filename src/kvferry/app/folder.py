@@ -139,6 +139,12 @@ class RunFolder:
         write_atomically(path, (json.dumps(stamped, indent=2) + "\n").encode())
 
 
+def labelled(run: str) -> tuple[str, Path]:
+    """What a run is to be called, or nothing, and its folder: ``FOLDER`` or ``LABEL=FOLDER``."""
+    label, _, folder = run.rpartition("=")
+    return label, Path(folder).expanduser()
+
+
 def load_config(folder: Path) -> RunConfig:
     """The settings that a run folder was made with.
 

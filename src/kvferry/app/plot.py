@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from kvferry.app.folder import ROWS
+from kvferry.app.folder import ROWS, labelled
 from kvferry.errors import InputError
 from kvferry.results.plot_style import png_bytes, themed
 from kvferry.results.plots import sample_efficiency_figure, tradeoff_figure
@@ -20,21 +21,32 @@ KINDS: dict[str, Callable[[Sequence[ResultRow]], Figure | None]] = {
 }
 
 
-def gather(runs: Sequence[Path]) -> list[ResultRow]:
+def gather(runs: Sequence[str]) -> list[ResultRow]:
     """The rows of all run folders that have some.
+
+    Args:
+        runs: folders, each alone or as ``LABEL=FOLDER``: its mapper is then called so.
 
     Raises:
         InputError: none has.
         RowsError: a file of rows is damaged or of another schema.
     """
-    files = [file for run in runs if (file := run.expanduser() / ROWS).is_file()]
+    found = [(label, folder / ROWS) for label, folder in map(labelled, runs)]
+    files = [(label, file) for label, file in found if file.is_file()]
     if not files:
         raise InputError(
             "There is nothing to draw.",
-            found=f"no {ROWS} in {', '.join(map(str, runs[:3]))}",
+            found=f"no {ROWS} in {', '.join(runs[:3])}",
             fix="name folders of finished runs, for instance outputs/*",
         )
-    return merge_rows([], [row for file in files for row in read_rows(file)])
+    return merge_rows(
+        [],
+        [
+            replace(row, mapper=label) if label and row.mapper else row
+            for label, file in files
+            for row in read_rows(file)
+        ],
+    )
 
 
 def draw(kind: str, rows: Sequence[ResultRow], folder: Path) -> list[Path]:
@@ -57,7 +69,7 @@ def draw(kind: str, rows: Sequence[ResultRow], folder: Path) -> list[Path]:
     return written
 
 
-def plot(kind: str, runs: Sequence[Path], folder: Path) -> list[Path]:
+def plot(kind: str, runs: Sequence[str], folder: Path) -> list[Path]:
     """Draw several runs together.
 
     Raises:
