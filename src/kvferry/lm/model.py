@@ -16,6 +16,7 @@ from torch import Tensor
 from kvferry.errors import InputError
 from kvferry.lm import cache as kv_cache
 from kvferry.lm.attention import AttentionCall, record_attention
+from kvferry.lm.coarse import CoarseLinears
 from kvferry.lm.content import ContentKV
 from kvferry.lm.geometry import KVGeometry
 from kvferry.lm.rope import RotaryTables, apply_rope, strip_rope
@@ -87,6 +88,7 @@ class LanguageModel:
         self.revision = revision
         self.geometry = KVGeometry.from_config(model.config)
         self.rotary = RotaryTables(self.base.rotary_emb, self.geometry)
+        self._coarse_linears = CoarseLinears(self.model)
 
     @property
     def base(self) -> Any:
@@ -319,7 +321,8 @@ class LanguageModel:
         """As :meth:`extend`; gradients reach the content that the cache was built from."""
         mask = torch.cat((past_mask, torch.ones_like(ids, dtype=torch.bool)), dim=1)
         positions = positions_of(mask)[:, past_mask.shape[1] :]
-        return self._forward(ids, cache, _needed(mask), positions, keep_logits)
+        with self._coarse_linears.under_autocast():
+            return self._forward(ids, cache, _needed(mask), positions, keep_logits)
 
     @torch.inference_mode()
     def generate(
