@@ -11,7 +11,7 @@ import pytest
 from kvferry.app import cli
 from kvferry.app.compare import compare, settings_apart
 from kvferry.app.compose import compose
-from kvferry.app.folder import RunFolder
+from kvferry.app.folder import RunFolder, labelled
 from kvferry.errors import InputError
 from kvferry.results.rows import write_rows
 from tests.results.conftest import make_rows
@@ -77,6 +77,14 @@ def test_controls_stand_once_from_the_run_that_has_them(runs: dict[str, Path]) -
 def test_a_run_is_called_as_its_user_says(runs: dict[str, Path]) -> None:
     table = compare([f"Ridge, all layers={runs['theirs']}"], intervals=True)
     assert cells(table, "Ridge, all layers")["KL"].startswith("**0.124 [0.1")
+
+
+def test_a_folder_of_a_sweep_is_no_label(tmp_path: Path) -> None:
+    swept = tmp_path / "lr=0.1"
+    swept.mkdir()
+    assert labelled(str(swept)) == ("", swept)
+    assert labelled(f"a map={swept}") == ("a map", swept)
+    assert labelled("nowhere") == ("", Path("nowhere"))
 
 
 def test_settings_that_differ_name_a_run() -> None:

@@ -37,6 +37,7 @@ def test_it_is_what_was_saved(artefact: Path) -> None:
     method, statistics = Fitted(str(artefact)), loading(statistics_of(SOURCE, TARGET))
     found, saved = method.fit(statistics), METHODS["anchored"].fit(statistics)
     assert method.native_depth(statistics.target) == saved.native_layers > 0
+    assert found.report["fitted_rows"] == 1500, "those of the fit, not of a run that loads it"
     for one, other in zip(found.affine.groups, saved.affine.groups, strict=True):
         assert one.blocks == other.blocks and torch.equal(one.weight, other.weight)
 
@@ -63,6 +64,15 @@ def test_a_start_that_has_read_other_text_is_refused(artefact: Path) -> None:
     other = loading(statistics_of(SOURCE, TARGET, passages=8))
     with pytest.raises(ConfigurationError, match="calibrated on other text"):
         Fitted(str(artefact)).fit(other)
+
+
+def test_it_needs_no_text_to_be_measured_again(artefact: Path) -> None:
+    whole = loading(statistics_of(SOURCE, TARGET))
+    nothing = replace(whole, moments={}, code=None)
+    assert not Fitted.needs_moments
+    assert (
+        Fitted(str(artefact)).fit(nothing).parameters == Fitted(str(artefact)).fit(whole).parameters
+    )
 
 
 def test_another_pair_is_refused(artefact: Path) -> None:

@@ -141,8 +141,10 @@ class RunFolder:
 
 def labelled(run: str) -> tuple[str, Path]:
     """What a run is to be called, or nothing, and its folder: ``FOLDER`` or ``LABEL=FOLDER``."""
-    label, _, folder = run.rpartition("=")
-    return label, Path(folder).expanduser()
+    if Path(run).expanduser().is_dir():
+        return "", Path(run).expanduser()
+    label, _, folder = run.partition("=")
+    return (label, Path(folder).expanduser()) if folder else ("", Path(run).expanduser())
 
 
 def load_config(folder: Path) -> RunConfig:

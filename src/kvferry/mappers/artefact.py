@@ -105,6 +105,11 @@ class Manifest:
         """Target tokens that the map was fitted on: all that were read, or those read again."""
         return int(self.metrics.get(FITTED_ROWS, self.calibration.get("rows", 0)))
 
+    @property
+    def report(self) -> dict[str, float]:
+        """What the mapper says of its fit, wherever it is saved again."""
+        return {**self.metrics, FITTED_ROWS: self.calibration_tokens}
+
 
 def save_mapper(folder: Path, mapper: Mapper, manifest: Manifest, config: str) -> Manifest:
     """Write the folder beside its place, then rename: it is whole or not there.
@@ -301,7 +306,7 @@ def _mapper(
     own = {n.removeprefix(REFINER): x for n, x in tensors.items() if n.startswith(REFINER)}
     refiner.load_state_dict(own)
     refiner = refiner.to(target.device).eval().requires_grad_(False)
-    return RefinedMapper(base, refiner, manifest.metrics)
+    return RefinedMapper(base, refiner, manifest.report)
 
 
 def _affine(
@@ -329,5 +334,5 @@ def _affine(
         code,
         native_layers=manifest.native_layers,
         planted_sinks=manifest.planted_sinks,
-        report=manifest.metrics,
+        report=manifest.report,
     )

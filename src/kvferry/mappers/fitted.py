@@ -30,6 +30,7 @@ class Fitted(MapperMethod):
 
     pretty_name: ClassVar[str] = "A mapper fitted before"
     reference_url: ClassVar[str] = "https://github.com/kvferry/kvferry"
+    needs_moments: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         require({"artefact must be the folder of a fitted mapper, or a hub id": self._plausible})
@@ -47,11 +48,12 @@ class Fitted(MapperMethod):
 
         Raises:
             ArtefactError: damaged, or a mapper of another pair, revision or tokenizer.
-            ConfigurationError: it reads a source code that these statistics do not know.
+            ConfigurationError: a network is to learn behind it, and it reads another source code
+                than these statistics.
         """
         mapper = statistics.saved(str(self._found.folder))
         code = mapper.affine.code
-        if code is not None and not _same_code(code, statistics.code):
+        if statistics.moments and code is not None and not _same_code(code, statistics.code):
             raise ConfigurationError(
                 "This mapper was calibrated on other text than this run reads.",
                 found=self.artefact,
