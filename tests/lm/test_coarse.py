@@ -37,6 +37,18 @@ def test_answers_and_gradients_are_those_of_autocast(architecture: str) -> None:
         assert torch.equal(ours, theirs) and float(ours.abs().max()) > 0
 
 
+def test_copies_that_a_look_has_made_meet_gradients() -> None:
+    """Lightning looks at held-out texts in inference mode before the first step."""
+    layer = nn.Linear(4, 4).requires_grad_(False)
+    coarse, x = CoarseLinears(nn.ModuleList([layer])), torch.ones(2, 4, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.inference_mode(), coarse.under_autocast():
+            layer(x)
+        with coarse.under_autocast():
+            layer(x).sum().backward()
+    assert x.grad is not None
+
+
 class Seen(nn.Linear):
     """Not exactly nn.Linear: it is left alone."""
 

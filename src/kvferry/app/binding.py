@@ -24,6 +24,10 @@ class Mistake:
     key: str
     problem: str
 
+    def at(self, inside: str, written: str) -> Mistake:
+        """The same mistake, told of the keys that the user writes."""
+        return Mistake(self.key.replace(inside, written), self.problem.replace(inside, written))
+
     def __str__(self) -> str:
         return f"{self.key}: {self.problem}" if self.key else self.problem
 

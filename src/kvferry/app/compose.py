@@ -83,7 +83,10 @@ def from_values(
         for key, written in (("name", "name"), ("target", "_target_"))
         if written in options
     }
-    cfg = bind(RunConfig, {**values, "mapper": {**mapper, "options": options}}, mistakes)
+    found: list[Mistake] = []
+    cfg = bind(RunConfig, {**values, "mapper": {**mapper, "options": options}}, found)
+    # A YAML writes them flat.
+    mistakes += [mistake.at("mapper.options.", "mapper.") for mistake in found]
     if cfg is not None:
         mistakes += check(cfg)
     if deep and "target" in mapper:

@@ -66,6 +66,7 @@ def _frozen_linears(model: nn.Module) -> list[nn.Linear]:
     ]
 
 
-@torch.no_grad()
 def _frozen_copy(weight: Tensor, dtype: torch.dtype) -> nn.Parameter:
-    return nn.Parameter(weight.detach().to(dtype), requires_grad=False)
+    # The first pass may be one that nothing is learned in; a later one must meet gradients.
+    with torch.inference_mode(False), torch.no_grad():
+        return nn.Parameter(weight.detach().to(dtype), requires_grad=False)
