@@ -1,6 +1,7 @@
 """What the target answers on a carried cache and a cue, without the text: one run beside another.
 
     python benchmarks/answering.py outputs/RUN [outputs/RUN ...] [--answers 24]
+    python benchmarks/answering.py outputs/RUN [outputs/RUN ...] --planted
 
 Protocol: see benchmarks/README.md.
 """
@@ -20,6 +21,7 @@ from kvferry.app.models import cache_folder, load_handoff, load_reader
 from kvferry.app.progress import progress
 from kvferry.calibration.trace_store import TraceStore
 from kvferry.evals.answering import CONDITIONS, score_answers
+from kvferry.evals.planted_facts import planted_facts
 from kvferry.lm.store import cache_root
 from kvferry.results.statistics import Interval, floor_normalised, mean_interval, paired_difference
 from kvferry.training.answers import Answerer, OwnAnswer
@@ -43,12 +45,17 @@ def main() -> None:
     parser.add_argument("--answers", type=int, default=24)
     parser.add_argument("--answer-tokens", type=int, default=48)
     parser.add_argument("--context-tokens", type=int, default=384)
+    parser.add_argument("--planted", action="store_true", help="ask for facts planted in the texts")
     options = parser.parse_args()
     cfg = load_config(options.runs[0])
     reader, cache = load_reader(cfg), cache_root(cache_folder(cfg))
     texts = load_corpora(cfg, cache).held_out[: options.answers]
-    answerer = Answerer(reader, cache / "answers", options.answer_tokens, cfg.data.passage_tokens)
-    answers = held_out_answers(answerer, texts, options.context_tokens)
+    longest = cfg.data.passage_tokens
+    if options.planted:
+        answers = planted_facts(reader, texts, longest, cfg.seed)
+    else:
+        answerer = Answerer(reader, cache / "answers", options.answer_tokens, longest)
+        answers = held_out_answers(answerer, texts, options.context_tokens)
     store = TraceStore(cache / "traces", reader, torch.bfloat16)
     columns = ("mapper", "cache", "NLL", "exact", "kept", "NLL above the first run's")
     table = Table(*columns, title=f"n = {len(answers)}")
