@@ -35,7 +35,9 @@ def held_out_answers(answerer: Answerer, texts: list[str], longest: int) -> list
 
 def shown(value: Interval) -> str:
     """With its interval."""
-    return f"{value.value:.3f} [{value.low:.3f}, {value.high:.3f}]"
+    # What is exactly nothing may come out as -1e-17.
+    middle, low, high = (round(x, 3) + 0.0 for x in (value.value, value.low, value.high))
+    return f"{middle:.3f} [{low:.3f}, {high:.3f}]"
 
 
 def main() -> None:
