@@ -84,6 +84,7 @@ def test_a_folder_of_a_sweep_is_no_label(tmp_path: Path) -> None:
     swept.mkdir()
     assert labelled(str(swept)) == ("", swept)
     assert labelled(f"a map={swept}") == ("a map", swept)
+    assert labelled(f"key_gain=1.05={swept}") == ("key_gain=1.05", swept)
     assert labelled("nowhere") == ("", Path("nowhere"))
 
 

@@ -140,11 +140,16 @@ class RunFolder:
 
 
 def labelled(run: str) -> tuple[str, Path]:
-    """What a run is to be called, or nothing, and its folder: ``FOLDER`` or ``LABEL=FOLDER``."""
-    if Path(run).expanduser().is_dir():
-        return "", Path(run).expanduser()
-    label, _, folder = run.partition("=")
-    return (label, Path(folder).expanduser()) if folder else ("", Path(run).expanduser())
+    """What a run is to be called, or nothing, and its folder: ``FOLDER`` or ``LABEL=FOLDER``.
+
+    Both may hold equals signs: what is behind the label is a folder that exists.
+    """
+    words = run.split("=")
+    for count in range(len(words)):
+        folder = Path("=".join(words[count:])).expanduser()
+        if folder.is_dir():
+            return "=".join(words[:count]), folder
+    return "", Path(run).expanduser()
 
 
 def load_config(folder: Path) -> RunConfig:
