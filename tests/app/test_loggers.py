@@ -7,6 +7,7 @@ import csv
 import json
 import math
 import struct
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -132,8 +133,21 @@ def wandb_records(path: Path) -> Iterator[Any]:
 
 
 def read_wandb(folder: Path) -> tuple[dict[str, Any], dict[str, Any], int]:
-    """(config, history merged, exit code) of the one offline run below a folder."""
+    """(config, history merged, exit code) of the one offline run below a folder.
+
+    W&B writes from a process of its own, which a busy machine may let finish after the run.
+    """
     (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    for _ in range(60):
+        found = records_of(file)
+        if found[2] >= 0:
+            break
+        time.sleep(1)
+    return found
+
+
+def records_of(file: Path) -> tuple[dict[str, Any], dict[str, Any], int]:
+    """As far as they are written; -1 in place of the exit code where the end is missing."""
     config: dict[str, Any] = {}
     history: dict[str, Any] = {}
     code = -1
