@@ -42,9 +42,9 @@ def test_copies_that_a_look_has_made_meet_gradients() -> None:
     layer = nn.Linear(4, 4).requires_grad_(False)
     coarse, x = CoarseLinears(nn.ModuleList([layer])), torch.ones(2, 4, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
-        with torch.inference_mode(), coarse.under_autocast():
+        with torch.inference_mode(), coarse.under_autocast("cpu"):
             layer(x)
-        with coarse.under_autocast():
+        with coarse.under_autocast("cpu"):
             layer(x).sum().backward()
     assert x.grad is not None
 
@@ -58,9 +58,13 @@ def test_weights_are_coarse_inside_and_back_outside() -> None:
     frozen.requires_grad_(False), other.requires_grad_(False)
     model = nn.ModuleList([frozen, learns, other])
     coarse, before = CoarseLinears(model), [layer.weight for layer in model]
-    with coarse.under_autocast():
+    with coarse.under_autocast("cpu"):
         assert frozen.weight is before[0], "autocast is off"
-    with pytest.raises(KeyError), torch.autocast("cpu", torch.bfloat16), coarse.under_autocast():
+    with (
+        pytest.raises(KeyError),
+        torch.autocast("cpu", torch.bfloat16),
+        coarse.under_autocast("cpu"),
+    ):
         assert [x.weight.dtype for x in model] == [torch.bfloat16, torch.float32, torch.float32]
         raise KeyError
     assert all(layer.weight is weight for layer, weight in zip(model, before, strict=True))
@@ -74,7 +78,7 @@ def test_copies_follow_a_weight_that_changes_and_ties_stay_tied() -> None:
     seen = []
     with torch.autocast("cpu", torch.bfloat16):
         for _ in range(3):
-            with coarse.under_autocast():
+            with coarse.under_autocast("cpu"):
                 assert one.weight is two.weight, "no second copy of it"
                 seen.append(one.weight)
             if len(seen) == 2:

@@ -35,12 +35,12 @@ from kvferry.lm.store import cache_root
 from kvferry.mappers.artefact import (
     WEIGHTS,
     Manifest,
-    load_mapper,
     read_manifest,
     save_mapper,
 )
 from kvferry.mappers.base import MapperMethod
 from kvferry.mappers.card import write_card
+from kvferry.mappers.hub import MapperArtefact
 from kvferry.mappers.mapper import Mapper
 from kvferry.results.report import ContinuationSample, write_report
 from kvferry.results.rows import ResultRow, read_rows, write_atomically, write_rows
@@ -75,7 +75,7 @@ def _fit(
     learn = learner(cfg, folder, reader, corpora, statistics, log)
 
     def load(artefact: str) -> Mapper:
-        return load_mapper(Path(artefact), reader.source, reader.target)[0]
+        return MapperArtefact.from_pretrained(artefact).load(reader.source, reader.target)[0]
 
     statistics = replace(statistics, replay=replay, watch=progress, learn=learn, load=load)
     collected = time.perf_counter()

@@ -25,14 +25,13 @@ class CoarseLinears:
         self._copies: list[tuple[nn.Linear, nn.Parameter]] = []
 
     @contextmanager
-    def under_autocast(self) -> Iterator[None]:
-        """For the block's length, where autocast is on; else nothing happens."""
-        layers = _frozen_linears(self._model)
-        kind = layers[0].weight.device.type if layers else "cpu"
-        if not torch.is_autocast_enabled(kind):
+    def under_autocast(self, device: str) -> Iterator[None]:
+        """For the block's length, where autocast is on for this type of device; else nothing
+        happens: each decoded token comes by here."""
+        if not torch.is_autocast_enabled(device):
             yield
             return
-        self._update(layers, torch.get_autocast_dtype(kind))
+        self._update(_frozen_linears(self._model), torch.get_autocast_dtype(device))
         fine = [layer.weight for layer, _ in self._copies]
         try:
             for layer, coarse in self._copies:

@@ -321,7 +321,7 @@ class LanguageModel:
         """As :meth:`extend`; gradients reach the content that the cache was built from."""
         mask = torch.cat((past_mask, torch.ones_like(ids, dtype=torch.bool)), dim=1)
         positions = positions_of(mask)[:, past_mask.shape[1] :]
-        with self._coarse_linears.under_autocast():
+        with self._coarse_linears.under_autocast(ids.device.type):
             return self._forward(ids, cache, _needed(mask), positions, keep_logits)
 
     @torch.inference_mode()

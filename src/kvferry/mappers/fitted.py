@@ -12,7 +12,7 @@ from kvferry.errors import ArtefactError, ConfigurationError
 from kvferry.lm.geometry import KVGeometry
 from kvferry.mappers.artefact import read_manifest
 from kvferry.mappers.base import MapperMethod, Statistics, require
-from kvferry.mappers.hub import MapperArtefact
+from kvferry.mappers.hub import MapperArtefact, is_path
 from kvferry.mappers.inputs import SourceCode
 from kvferry.mappers.layout import COMPONENTS
 from kvferry.mappers.mapper import Mapper
@@ -41,7 +41,7 @@ class Fitted(MapperMethod):
         Raises:
             ArtefactError, HubError: it is damaged, or not to be found.
         """
-        return self._found.manifest.native_layers
+        return MapperArtefact.from_pretrained(self.artefact).manifest.native_layers
 
     def fit(self, statistics: Statistics) -> Mapper:
         """The mapper as it was saved.
@@ -51,7 +51,7 @@ class Fitted(MapperMethod):
             ConfigurationError: a network is to learn behind it, and it reads another source code
                 than these statistics.
         """
-        mapper = statistics.saved(str(self._found.folder))
+        mapper = statistics.saved(self.artefact)
         code = mapper.affine.code
         if statistics.moments and code is not None and not _same_code(code, statistics.code):
             raise ConfigurationError(
@@ -66,16 +66,12 @@ class Fitted(MapperMethod):
     @property
     def _plausible(self) -> bool:
         if not Path(self.artefact).expanduser().is_dir():
-            return self.artefact.count("/") == 1 and not self.artefact.startswith((".", "~", "/"))
+            return "/" in self.artefact and not is_path(self.artefact)
         try:
             read_manifest(Path(self.artefact).expanduser())
         except ArtefactError:
             return False
         return True
-
-    @property
-    def _found(self) -> MapperArtefact:
-        return MapperArtefact.from_pretrained(self.artefact)
 
 
 def _same_code(one: SourceCode, other: SourceCode | None) -> bool:

@@ -64,7 +64,7 @@ class MapperArtefact:
         """
         folder = Path(name).expanduser()
         if not folder.is_dir():
-            if _is_path(str(name)):
+            if is_path(str(name)):
                 raise ArtefactError(
                     f"There is no folder {folder}.",
                     fix="name the folder of a fitted mapper, or a hub id like owner/name",
@@ -188,6 +188,6 @@ def _raise_told(repository: str, error: Exception) -> None:
         ) from error
 
 
-def _is_path(name: str) -> bool:
+def is_path(name: str) -> bool:
     """Whether a name can only be a folder: absolute, relative by dots, or more than owner/name."""
     return name.startswith((".", "~", os.sep)) or name.count("/") > 1
