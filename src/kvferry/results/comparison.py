@@ -10,9 +10,11 @@ from functools import partial
 from kvferry.results.catalogue import CALIBRATION_TOKENS, LATENCY_TASK, condition_label
 from kvferry.results.rows import ResultRow
 from kvferry.results.tables import NOTHING, format_value, markdown_lines
+from kvferry.results.verdict import CONTROLS
 from kvferry.results.views import pairs_of
 
-CONTROLS = ("zero", "mean", "wrong_passage", "shuffled", "random")
+BELOW = ("zero", *CONTROLS)
+"""Conditions that stand once, below the runs."""
 QUALITY = {
     "kl": "KL",
     "recall_kept": "recall kept",
@@ -109,7 +111,7 @@ def _table(contenders: Sequence[Contender], intervals: bool) -> str:
             _number(contender.speedups.get(length), partial(format_value, "speedup")),
         ]
         body.append(cells)
-    for condition in CONTROLS:
+    for condition in BELOW:
         having = [c for c in contenders if c.value("kl", condition, domain)]
         if having:
             control = having[0]
