@@ -57,7 +57,7 @@ def test_each_run_has_a_line_in_the_table_of_its_pair(runs: dict[str, Path]) -> 
     assert there.startswith("SmolLM2-135M-Instruct to Gemma-3-270M: wiki n = 48, factbook n = 8")
     ours, theirs = cells(there, "anchored native_layers=4"), cells(there, "full_head_ridge")
     assert (ours["KL"], theirs["KL"]) == ("**0.062**", "0.124"), "the best one is bold"
-    assert (ours["recall kept"], theirs["recall kept"]) == ("**0.806**", "0.612")
+    assert (ours["Recall kept"], theirs["Recall kept"]) == ("**0.806**", "0.612")
     assert theirs["with a native tail"] == "0.044 / 0.608"
     assert theirs["novel"] == f"{0.124 * 1.4:.3f} / {1 - 0.388 * 1.4:.3f}"
     assert (ours["fit"], theirs["fit"]) == ("42 s", "5 min")
@@ -69,7 +69,7 @@ def test_each_run_has_a_line_in_the_table_of_its_pair(runs: dict[str, Path]) -> 
 def test_controls_stand_once_from_the_run_that_has_them(runs: dict[str, Path]) -> None:
     table = compare([str(runs["ours"]), str(runs["theirs"])])
     assert cells(table, "shuffled")["KL"] == "5.989"
-    assert cells(table, "zero context")["recall kept"] == "0.000"
+    assert cells(table, "zero context")["Recall kept"] == "0.000"
     alone = compare([str(runs["ours"])])
     assert "shuffled" not in alone and "zero context" in alone
 

@@ -66,3 +66,11 @@ def test_a_copy_repeats_an_early_stretch() -> None:
     assert plain[0].target.tokens != copied[0].target.tokens or not torch.equal(
         plain[0].target.keys[1], copied[0].target.keys[1]
     )
+    recalled = copied[0].recalled
+    late = torch.arange(len(recalled)) > 3 * len(recalled) // 4
+    assert float((recalled[late] >= 0).float().mean()) > 0.5
+    # Layer 0 says which token stands where: the one that follows is the one that is recalled.
+    first = copied[0].target.keys[0][0]
+    rows = (recalled >= 0).nonzero()[:, 0]
+    torch.testing.assert_close(first[:, recalled[rows]], first[:, rows + 1], atol=1e-5, rtol=1e-4)
+    assert not torch.allclose(first[:, recalled[rows] - 1], first[:, rows + 1], atol=1e-3)

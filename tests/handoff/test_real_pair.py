@@ -96,11 +96,13 @@ def test_a_dozen_passages_already_beat_the_controls(
     others = [passage.text for passage in passages[14:16]]
     replay = TextReplay(reader, {"calibration": texts, "selection": others}, 400, statistics.code)
     closed = Anchored(source_layers=4, neighbours=False, ridge=3e-2, behavioural_keys=False)
+    remixed = replace(closed, behavioural_keys=True, passages=12, steps=120)
     kl, recall = {}, {}
     for name, method in {
         "ridge": FullHeadRidge(source_layers=4, ridge=3e-2),
         "anchored": closed,
-        "remixed": replace(closed, behavioural_keys=True, passages=12, steps=120),
+        "remixed": remixed,
+        "recalling": replace(remixed, recall=3.0),
     }.items():
         conditions = ("mapped", "mapped_tail", "wrong_passage", "random")
         handoff = Handoff(reader, method.fit(replace(statistics, replay=replay)))
@@ -110,9 +112,9 @@ def test_a_dozen_passages_already_beat_the_controls(
         for condition in results[0].scores:
             kl[name, condition] = sum(r.scores[condition].kl for r in results)
             recall[name, condition] = sum(r.scores[condition].recall_nll for r in results)
-    for name in ("ridge", "anchored", "remixed"):
+    for name in ("ridge", "anchored", "remixed", "recalling"):
         assert kl[name, "mapped"] < kl[name, "wrong_passage"]
         assert kl[name, "mapped"] < kl[name, "random"]
         assert kl[name, "mapped_tail"] < kl[name, "mapped"]
-    mapped = [recall[name, "mapped"] for name in ("remixed", "anchored", "ridge")]
+    mapped = [recall[name, "mapped"] for name in ("recalling", "remixed", "anchored", "ridge")]
     assert mapped == sorted(mapped), "NLL in nats of what is to be recalled: lower is better"

@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.app.compose import compose
-from kvferry.app.folder import ROWS, labelled, load_config
+from kvferry.app.folder import ROWS, SOLVE_SECONDS, labelled, load_config
 from kvferry.app.schema import LocalLoggerConfig, MapperConfig
 from kvferry.errors import ConfigurationError, InputError
 from kvferry.results.comparison import Contender, comparison_tables
 from kvferry.results.rows import read_rows, write_atomically
-
-SOLVE_SECONDS = "fit/solve_s"
 
 
 def compare(runs: Sequence[str], *, to: Path | None = None, intervals: bool = False) -> str:

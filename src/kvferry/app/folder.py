@@ -31,6 +31,8 @@ REPORT = "report.html"
 MAPPER = "mapper"
 CHECKPOINTS = "training"
 CURVES = "training.jsonl"
+SOLVE_SECONDS = "fit/solve_s"
+"""In the local log: from the calibration text read to the mapper."""
 
 TO_GO_ON_FROM: Mapping[StageName, str] = {"fit": CHECKPOINTS}
 """Folder that a stage leaves for its next try; of no use once the stage is finished."""

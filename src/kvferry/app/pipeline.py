@@ -12,7 +12,7 @@ from rich.console import Console
 
 from kvferry.app.calibrate import calibrate
 from kvferry.app.corpora import load_corpora
-from kvferry.app.folder import CONFIG, CURVES, MAPPER, REPORT, ROWS
+from kvferry.app.folder import CONFIG, CURVES, MAPPER, REPORT, ROWS, SOLVE_SECONDS
 from kvferry.app.identity import model_identity, portable_settings
 from kvferry.app.loggers import RunLogger
 from kvferry.app.mapper import build_mapper
@@ -109,7 +109,7 @@ def _fit(
             "fit/parameters": mapper.parameters,
             "fit/storage_bytes": mapper.storage_bytes,
             "fit/calibration_s": collected - started,
-            "fit/solve_s": fitted - collected,
+            SOLVE_SECONDS: fitted - collected,
             **{f"fit/{name}": value for name, value in mapper.report.items()},
         }
     )

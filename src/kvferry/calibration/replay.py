@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from kvferry.calibration.reader import PairReader, PairTrace, TokenPair
+from kvferry.calibration.repeats import recalled_tokens
 from kvferry.lm.attention import QueryTrace
 from kvferry.mappers.inputs import SourceCode
 from kvferry.mappers.observation import Observation, ReplaySplit, Watch, unwatched
@@ -78,4 +79,10 @@ def observe(reader: PairReader, pair: TokenPair, code: SourceCode | None) -> Obs
         )
         for call in calls
     )
-    return Observation(trace.inputs(code), trace.target, queries, len(target.sink_ids))
+    return Observation(
+        trace.inputs(code),
+        trace.target,
+        queries,
+        len(target.sink_ids),
+        recalled_tokens(pair.target_ids).to(place),
+    )

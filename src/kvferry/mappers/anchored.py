@@ -33,8 +33,8 @@ class Anchored(RecolouredMethod):
             source foretells.
         ridge: penalty as a share of the inputs' mean variance, or "auto".
         recolour_metric, recolour_keys, recolour_values: see :class:`HeteroFold`.
-        behavioural_keys, steps, learning_rate, behavioural_values, pointwise, directions: see
-            :class:`BehaviouralCalibration`. Keys are remixed on texts with something to recall,
+        behavioural_keys, steps, learning_rate, recall, behavioural_values, pointwise, directions:
+            see :class:`BehaviouralCalibration`. Keys are remixed on texts with something to recall,
             for a ridge map is fitted to be near its keys, not to have them found.
         key_gain: at last, distance of keys from their mean, times what was fitted: a mapped key is
             uncertain, so attention over it spreads; a little sharper recalls more, at some KL.
@@ -54,6 +54,7 @@ class Anchored(RecolouredMethod):
     behavioural_keys: bool = True
     steps: int = 300
     learning_rate: float = 2e-3
+    recall: float = 0.0
     key_gain: float = 1.0
     behavioural_values: bool = False
     pointwise: Pointwise = "auto"

@@ -79,6 +79,7 @@ def layer_samples(mapper: AffineMapper, text: MappedText, codes: Codes) -> TextS
             fixed=fixed,
             # Where attention rests that has no use for the text is not for a map to say.
             left_out=sinks | planted,
+            recalled=seen.recalled[text.rows],
         )
         found[layer] = LayerSample(
             keys=attention,

@@ -51,6 +51,8 @@ class BehaviouralCalibration:
         reading: the texts.
         attention: "translated" fits values under the mapped keys' attention and so makes up for
             their errors, "native" under the target's own.
+        recall: how much more attention counts, in the fit of keys, that finds what a text repeats,
+            see :meth:`kvferry.stats.attention_fit.AttentionSample.wanted`.
     """
 
     keys: bool
@@ -61,6 +63,7 @@ class BehaviouralCalibration:
     directions: int
     reading: Reading
     attention: Attention = "translated"
+    recall: float = 0.0
 
     def rules(self) -> dict[str, bool]:
         """What settings must be, and whether they are."""
@@ -68,6 +71,7 @@ class BehaviouralCalibration:
             **self.reading.rules(),
             "steps and directions must be at least 1": min(self.steps, self.directions) >= 1,
             "learning_rate must be positive": self.learning_rate > 0,
+            "recall must not be negative": self.recall >= 0,
             "pointwise must be auto or not negative": self.pointwise == "auto"
             or self.pointwise >= 0,
         }
@@ -136,6 +140,7 @@ class BehaviouralCalibration:
                     [text[layer].keys for text in held],
                     steps=self.steps,
                     learning_rate=self.learning_rate,
+                    recall=self.recall,
                     seed=self.reading.seed,
                 )
                 log.debug("layer %d: attention KL %.4f to %.4f", layer, before, after)

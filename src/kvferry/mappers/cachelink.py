@@ -43,7 +43,7 @@ class CacheLink(OffersAnchors, MapperMethod):
         metric_floor: least share of attention that a coordinate of a key is taken to have.
         behavioural_keys: then remix them by gradient, as in :class:`HeteroFold`; off stays with
             closed forms.
-        steps, learning_rate: of that, see :func:`fit_attention`.
+        steps, learning_rate, recall: of that, see :func:`fit_attention`.
         directions: leading directions of their inputs that corrections of values read.
         functional_values: regress attention outputs; off keeps the ridge values.
         pointwise: weight of the values themselves beside the outputs they make (mu), or "auto".
@@ -61,6 +61,7 @@ class CacheLink(OffersAnchors, MapperMethod):
     behavioural_keys: bool = False
     steps: int = 300
     learning_rate: float = 2e-3
+    recall: float = 0.0
     functional_values: bool = True
     directions: int = 384
     pointwise: Pointwise = "auto"
@@ -101,6 +102,7 @@ class CacheLink(OffersAnchors, MapperMethod):
             keys=self.behavioural_keys,
             steps=self.steps,
             learning_rate=self.learning_rate,
+            recall=self.recall,
             values=self.functional_values,
             pointwise=self.pointwise,
             directions=self.directions,

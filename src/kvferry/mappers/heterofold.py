@@ -29,7 +29,7 @@ class HeteroFold(RecolouredMethod):
         recolour_keys, recolour_values: strength; 1 restores the receiver's covariance, "auto"
             takes for each layer what brings held-out attention outputs nearest to native ones.
         behavioural_keys: remix the keys of each layer until attention goes where it goes natively.
-        steps, learning_rate: of that, see :func:`fit_attention`.
+        steps, learning_rate, recall: of that, see :func:`fit_attention`.
         key_gain: at last, distance of keys from their mean, times what was fitted; 1 as published.
         behavioural_values: correct values so that attention outputs come out right.
         pointwise: weight of the values themselves, see :class:`BehaviouralCalibration`.
@@ -50,6 +50,7 @@ class HeteroFold(RecolouredMethod):
     behavioural_keys: bool = False
     steps: int = 300
     learning_rate: float = 2e-3
+    recall: float = 0.0
     key_gain: float = 1.0
     behavioural_values: bool = False
     pointwise: Pointwise = "auto"

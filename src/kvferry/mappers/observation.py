@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Int64
 from torch import Tensor
 
 from kvferry.lm.attention import QueryTrace
@@ -35,12 +35,15 @@ class Observation:
         target: the target's own content, every layer at full length.
         queries: by target layer.
         prefix: first target tokens that stay native: no mapped token is among them.
+        recalled: by target token, where the one that follows it stood before, see
+            :func:`kvferry.calibration.repeats.recalled_tokens`.
     """
 
     inputs: MapperInputs
     target: ContentKV
     queries: tuple[QueryTrace, ...]
     prefix: int
+    recalled: Int64[Tensor, " tokens"]
 
     @property
     def counted(self) -> Bool[Tensor, " tokens"]:

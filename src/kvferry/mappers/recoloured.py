@@ -30,6 +30,7 @@ class RecolouredMethod(OffersAnchors, MapperMethod):
     key_gain: float
     steps: int
     learning_rate: float
+    recall: float
     behavioural_values: bool
     pointwise: Pointwise
     directions: int
@@ -50,6 +51,7 @@ class RecolouredMethod(OffersAnchors, MapperMethod):
             keys=self.behavioural_keys,
             steps=self.steps,
             learning_rate=self.learning_rate,
+            recall=self.recall,
             values=self.behavioural_values,
             pointwise=self.pointwise,
             directions=self.directions,

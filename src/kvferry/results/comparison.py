@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kvferry.results.catalogue import CALIBRATION_TOKENS, LATENCY_TASK, condition_label
+from kvferry.results.catalogue import CALIBRATION_TOKENS, LATENCY_TASK, METRICS, condition_label
 from kvferry.results.rows import ResultRow
 from kvferry.results.tables import NOTHING, format_value, markdown_lines
 from kvferry.results.verdict import CONTROLS
@@ -15,13 +15,7 @@ from kvferry.results.views import pairs_of
 
 BELOW = ("zero", *CONTROLS)
 """Conditions that stand once, below the runs."""
-QUALITY = {
-    "kl": "KL",
-    "recall_kept": "recall kept",
-    "nll_retention": "NLL retention",
-    "top1_agreement": "top-1",
-    "attention_cosine": "attn. cosine",
-}
+QUALITY = ("kl", "recall_kept", "nll_retention", "top1_agreement", "attention_cosine")
 BEST = {"kl": min, "recall_kept": max}
 
 
@@ -84,7 +78,7 @@ def _table(contenders: Sequence[Contender], intervals: bool) -> str:
     length = _length_of_most(contenders)
     heads = [
         "",
-        *QUALITY.values(),
+        *(METRICS[metric].label for metric in QUALITY),
         *(["with a native tail"] if tail else []),
         *others,
         "M weights",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from kvferry.lm.attention import RowQueries
@@ -27,6 +27,7 @@ class AttentionSample:
         fixed: tokens whose keys are native and stay so.
         left_out: tokens that attention is compared without, each query in proportion to what it
             has for the others.
+        recalled: by query, the token that it must find for the text to be repeated; -1: none.
 
     Half precision is enough to keep; products are in fp32.
     """
@@ -37,10 +38,22 @@ class AttentionSample:
     mean: Float[Tensor, " features"]
     fixed: Bool[Tensor, " tokens"]
     left_out: Bool[Tensor, " tokens"]
+    recalled: Int64[Tensor, " rows"]
 
     def attention(self) -> Float[Tensor, "query_heads rows tokens"]:
         """Native attention to the tokens that count: what to come near to."""
         return self.ask.scores(self.native.float()).softmax(dim=-1).masked_fill(self.left_out, 0)
+
+    def wanted(self, recall: float) -> Float[Tensor, "query_heads rows tokens"]:
+        """Native attention, in which what is recalled counts ``1 + recall`` times.
+
+        Uncertain keys spread attention, and what a head had for one token goes to many. Only heads
+        that copy have anything there to be counted again.
+        """
+        attention = self.attention()
+        rows = (self.recalled >= 0).nonzero()[:, 0]
+        attention[:, rows, self.recalled[rows]] *= 1 + recall
+        return attention
 
     def translated(
         self, remix: Float[Tensor, "features features"] | None
@@ -95,6 +108,7 @@ def fit_attention(
     *,
     steps: int,
     learning_rate: float,
+    recall: float = 0.0,
     seed: int = 0,
 ) -> tuple[Float[Tensor, "features features"], float, float]:
     """The remix of one layer's mapped keys, all heads with all, that attends most natively.
@@ -107,12 +121,13 @@ def fit_attention(
 
     Args:
         learning_rate: of the remix, which has no unit.
+        recall: see :meth:`AttentionSample.wanted`.
 
     Returns:
         R for keys y + (y - mean) R, and the held-out divergence before and after, in nats a query.
     """
-    wanted = [sample.attention() for sample in samples]
-    judged = [sample.attention() for sample in held_out]
+    wanted = [sample.wanted(recall) for sample in samples]
+    judged = [sample.wanted(recall) for sample in held_out]
     generator = torch.Generator().manual_seed(seed)
     features = len(samples[0].mean)
     remix = torch.zeros(features, features, device=samples[0].mean.device, requires_grad=True)
