@@ -54,14 +54,14 @@ class Anchored(RecolouredMethod):
     behavioural_keys: bool = True
     steps: int = 300
     learning_rate: float = 2e-3
-    recall: float = 0.0
+    recall: float = 2.5
     key_gain: float = 1.0
     behavioural_values: bool = False
     pointwise: Pointwise = "auto"
     directions: int = 256
-    passages: int = 24
+    passages: int = 48
     held_out: int = 8
-    rows: int = 128
+    rows: int = 256
     copies: bool = True
     seed: int = 0
 
