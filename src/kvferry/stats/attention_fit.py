@@ -124,7 +124,8 @@ def fit_attention(
         recall: see :meth:`AttentionSample.wanted`.
 
     Returns:
-        R for keys y + (y - mean) R, and the held-out divergence before and after, in nats a query.
+        R for keys y + (y - mean) R, and the held-out divergence from what is wanted before and
+        after, in nats a query.
     """
     wanted = [sample.wanted(recall) for sample in samples]
     judged = [sample.wanted(recall) for sample in held_out]
