@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +14,13 @@ from kvferry.calibration.reader import PairReader, PairTrace
 from kvferry.errors import ConfigurationError, InputError
 from kvferry.lm.content import ContentKV
 from kvferry.lm.geometry import KVGeometry, LayerGeometry
+from kvferry.mappers import attention_weighted
 from kvferry.mappers.affine import AffineMapper
 from kvferry.mappers.attention_weighted import row_relevance
 from kvferry.mappers.base import Statistics
 from kvferry.mappers.cachebridge import CacheBridge
 from kvferry.mappers.full_head_ridge import FullHeadRidge
+from kvferry.mappers.head_sums import HeadSums
 from kvferry.mappers.head_support import (
     head_columns,
     select_heads_and_layers,
@@ -248,6 +253,30 @@ def test_little_memory_means_more_readings_and_the_same_map() -> None:
     for group in once.groups:
         other = by_place[group.component, group.target_layers, group.head]
         torch.testing.assert_close(group.weight, other.weight, rtol=1e-4, atol=1e-5)
+
+
+def test_sums_of_one_reading_are_gone_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or else `sums_gigabytes` are held twice."""
+    readings: list[list[weakref.ref[HeadSums]]] = []
+
+    class Counted(HeadSums):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            assert not any(one() for reading in readings[:-1] for one in reading)
+            readings[-1].append(weakref.ref(self))
+
+    statistics = statistics_of("llama", "gemma3")
+    together = attention_weighted._readings
+
+    def parts(*args: Any) -> Iterator[Any]:
+        for part in together(*args):
+            readings.append([])
+            yield part
+
+    monkeypatch.setattr(attention_weighted, "HeadSums", Counted)
+    monkeypatch.setattr(attention_weighted, "_readings", parts)
+    CacheBridge(source_layers=2, passages=2, boundaries=4, sums_gigabytes=1e-6).fit(statistics)
+    assert len(readings) > 3 and all(readings)
 
 
 def test_heads_of_concatenated_reads_keep_their_columns() -> None:

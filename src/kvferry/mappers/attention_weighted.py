@@ -70,19 +70,36 @@ def weighted_groups(
     groups: list[AffineGroup] = []
     rows = 0
     for part in _readings(reads, jobs, weights.sums_bytes):
-        sums = {
-            component: HeadSums(
-                statistics, component, {i: reads[component][i] for i in here}, fused=weights.fused
-            )
-            for component in COMPONENTS
-            if (here := [layer for c, layer in part if c == component])
-        }
-        for seen in statistics.observe(weights.passages):
-            _add(sums, seen, weights.boundaries)
-        for component, one in sums.items():
-            groups += _solve(one, component, reads[component], weights.floor, relative, absolute)
-            rows = one.rows
+        found, rows = _fit_together(
+            statistics, reads, part, weights, relative=relative, absolute=absolute
+        )
+        groups += found
     return groups, rows
+
+
+def _fit_together(
+    statistics: Statistics,
+    reads: Mapping[Component, Sequence[Reads]],
+    part: Sequence[tuple[Component, int]],
+    weights: AttentionWeights,
+    *,
+    relative: float | None,
+    absolute: float | None,
+) -> tuple[list[AffineGroup], int]:
+    """The layers of one reading; its sums are gone before those of the next one are made."""
+    sums = {
+        component: HeadSums(
+            statistics, component, {i: reads[component][i] for i in here}, fused=weights.fused
+        )
+        for component in COMPONENTS
+        if (here := [layer for c, layer in part if c == component])
+    }
+    for seen in statistics.observe(weights.passages):
+        _add(sums, seen, weights.boundaries)
+    groups: list[AffineGroup] = []
+    for component, one in sums.items():
+        groups += _solve(one, component, reads[component], weights.floor, relative, absolute)
+    return groups, one.rows
 
 
 def _readings(
