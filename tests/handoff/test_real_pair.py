@@ -96,7 +96,7 @@ def test_a_dozen_passages_already_beat_the_controls(
     others = [passage.text for passage in passages[14:16]]
     replay = TextReplay(reader, {"calibration": texts, "selection": others}, 400, statistics.code)
     closed = Anchored(source_layers=4, neighbours=False, ridge=3e-2, behavioural_keys=False)
-    remixed = replace(closed, behavioural_keys=True, passages=12, steps=120)
+    remixed = replace(closed, behavioural_keys=True, passages=12, rows=128, steps=120)
     kl, recall = {}, {}
     for name, method in {
         "ridge": FullHeadRidge(source_layers=4, ridge=3e-2),
