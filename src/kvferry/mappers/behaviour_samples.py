@@ -62,6 +62,7 @@ def layer_samples(mapper: AffineMapper, text: MappedText, codes: Codes) -> TextS
     prefix = torch.arange(native.tokens, device=native.mask.device) < seen.prefix
     windowed = any(layer.window is not None for layer in mapper.target.layers)
     sinks = surrogate_sinks(native) & ~prefix if windowed else torch.zeros_like(prefix)
+    recalled = seen.recalled[text.rows]
     found = {}
     for layer in mapped_layers(mapper):
         planted = torch.zeros_like(prefix)
@@ -79,7 +80,7 @@ def layer_samples(mapper: AffineMapper, text: MappedText, codes: Codes) -> TextS
             fixed=fixed,
             # Where attention rests that has no use for the text is not for a map to say.
             left_out=sinks | planted,
-            recalled=seen.recalled[text.rows],
+            recalled=recalled,
         )
         found[layer] = LayerSample(
             keys=attention,
